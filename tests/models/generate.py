@@ -58,9 +58,7 @@ ADDED = {"mla": {"rope_scaling": YARN, "rope_theta": 10000.0, "moe_layer_freq": 
 
 
 def llama() -> PreTrainedConfig:
-    return LlamaConfig(
-        **COMMON, num_hidden_layers=2, num_key_value_heads=2, intermediate_size=128
-    )
+    return LlamaConfig(**COMMON, num_hidden_layers=2, num_key_value_heads=2, intermediate_size=128)
 
 
 def swa() -> PreTrainedConfig:

@@ -61,9 +61,7 @@ def give_copy_kernels() -> None:
 def forbid_pinning() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
-    def allocate(
-        dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None
-    ):
+    def allocate(dims, *, dtype, device, allocator, **_):
         return allocator.allocate(dims, dtype=dtype, device=device)
 
     common.ALLOC_MEMORY_FUNCS.default_factory = lambda: allocate

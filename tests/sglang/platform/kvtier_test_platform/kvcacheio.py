@@ -1,3 +1,4 @@
+# ruff: noqa: PLR0917 (the signatures are SGLang's)
 """Host stand-ins for the copy kernels of `sgl_kernel.kvcacheio` and SGLang's Mamba copies.
 
 Names, keyword arguments and layouts are those of the calls in SGLang 0.5.23's
@@ -62,9 +63,7 @@ def transfer_kv_per_layer_mla(src, dst, src_indices, dst_indices, item_size, **_
     )
 
 
-def transfer_kv_per_layer(
-    src_k, dst_k, src_v, dst_v, src_indices, dst_indices, item_size, **_
-):
+def transfer_kv_per_layer(src_k, dst_k, src_v, dst_v, src_indices, dst_indices, item_size, **_):
     transfer_kv_per_layer_mla(src_k, dst_k, src_indices, dst_indices, item_size)
     transfer_kv_per_layer_mla(src_v, dst_v, src_indices, dst_indices, item_size)
 
@@ -116,9 +115,7 @@ def transfer_kv_all_layer_mla(
     for src, dst in zip(
         src_layers.tolist()[:num_layers], dst_layers.tolist()[:num_layers], strict=True
     ):
-        copy_rows(
-            Rows(src, item_size), src_indices, Rows(dst, item_size), dst_indices, item_size
-        )
+        copy_rows(Rows(src, item_size), src_indices, Rows(dst, item_size), dst_indices, item_size)
 
 
 def transfer_kv_all_layer(

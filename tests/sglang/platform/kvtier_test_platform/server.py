@@ -1,8 +1,8 @@
 """A whole SGLang server on the test platform: start it, ask it, kill it.
 
-    with Server(model, storage_backend="kvtier", extra_config={"root": "/tmp/store"}) as server:
-        answer = server.generate(tokens)
-        server.kill9()
+with Server(model, storage_backend="kvtier", extra_config={"root": "/tmp/store"}) as server:
+    answer = server.generate(tokens)
+    server.kill9()
 """
 
 from __future__ import annotations
@@ -257,9 +257,7 @@ class Server:
             return self._call(method, path, body)
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace").strip()
-            raise ServerError(
-                f"{method} {path}: {error.code} {said}\n{self.log_tail()}"
-            ) from error
+            raise ServerError(f"{method} {path}: {error.code} {said}\n{self.log_tail()}") from error
         except OSError as error:
             raise ServerError(f"{method} {path}: {error}\n{self.log_tail()}") from error
 

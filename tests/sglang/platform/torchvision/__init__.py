@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
+from typing import ClassVar
 
 __version__ = "0.0.0"
 
@@ -27,7 +28,7 @@ class _Placeholder(type):
 class _EmptyModule(types.ModuleType):
     """A module that has every public name."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

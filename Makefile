@@ -1,0 +1,37 @@
+# `make` lists the targets. Each one makes its own set-up in .venv; a second run finds it done.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-core lint bench-quick clean setup-core setup-sglang
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: setup-sglang ## real SGLang: a long prompt, kill -9, a restart, and the prompt's cache is back
+	@$(BIN)/python tools/demo.py
+
+test: setup-sglang ## the whole suite, with real SGLang servers
+	$(BIN)/python -m pytest $(ARGS)
+
+test-core: setup-core ## the tests that need no SGLang
+	$(BIN)/python -m pytest --ignore=tests/sglang $(ARGS)
+
+lint: setup-core ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench-quick: setup-sglang ## write, read and lookup speed against SGLang's file backend
+	@$(BIN)/python tools/bench_quick.py $(ARGS)
+
+clean: ## remove .venv and what tools left behind
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+
+setup-core:
+	@tools/setup.sh core
+
+setup-sglang:
+	@tools/setup.sh sglang
