@@ -1,0 +1,123 @@
+"""Every pool of every attention kind, through SGLang's own tree, controller and host pools.
+
+device -> host -> kvtier -> (restart) -> host -> device, with the bytes compared at both ends.
+"""
+
+from __future__ import annotations
+
+import pytest
+from pools import STACKS, assert_same_pages, engines
+
+EVERY_LAYOUT = [
+    pytest.param(stack, layout, io, id=f"{stack.name}-{layout}-{io}")
+    for stack in STACKS.values()
+    for layout, io in stack.layouts
+]
+
+
+@pytest.fixture
+def start(tmp_path):
+    with engines(tmp_path / "store") as start:
+        yield start
+
+
+@pytest.mark.parametrize(("stack", "layout", "io"), EVERY_LAYOUT)
+def test_restart_restores_every_byte(start, stack, layout, io):
+    before = start(stack, layout=layout, io=io)
+    turn, tokens = before.prompt(stack.pages - 2), before.prompt()
+    for prompt in (turn, tokens):  # a conversation of two turns: two nodes, linked
+        before.compute(prompt)
+        before.store(prompt)
+    computed, backed_up = before.device_pages(tokens), before.host_pages(tokens)
+    before.close()
+
+    after = start(stack, layout=layout, io=io)
+    assert after.prefetch(tokens) == len(tokens)
+    needed = after.needed(stack.pages)
+    assert_same_pages(after.host_pages(tokens), backed_up, needed)
+    assert after.load_back(tokens) == len(tokens)
+    assert_same_pages(after.device_pages(tokens), computed, needed)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_another_question_on_the_same_context_takes_the_common_turn(start, stack):
+    before = start(stack)
+    turn = before.prompt(before.stack.pages - 2)
+    tokens = before.prompt()
+    for prompt in (turn, tokens):
+        before.compute(prompt)
+        before.store(prompt)
+    computed = before.device_pages(turn)
+    before.close()
+
+    after = start(stack)
+    other = turn + after.prompt(2, start=10_000)
+    assert after.prefetch(other) == len(turn)
+    assert after.load_back(turn) == len(turn)
+    assert_same_pages(after.device_pages(turn), computed, after.needed(before.stack.pages - 2))
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_the_rest_of_a_prompt_comes_from_the_store(start, stack):
+    """The first turn is computed again; only the second is read."""
+    before = start(stack)
+    turn, tokens = before.prompt(before.stack.pages - 2), before.prompt()
+    for prompt in (turn, tokens):
+        before.compute(prompt)
+        before.store(prompt)
+    backed_up = before.host_pages(tokens)
+    before.close()
+
+    after = start(stack)
+    after.compute(turn)
+    after.store(turn)
+    assert after.prefetch(tokens) == len(tokens)
+    read = range(after.stack.pages - 2, after.stack.pages)
+    got = {
+        pool: {ordinal: data for ordinal, data in pages.items() if ordinal in read}
+        for pool, pages in after.host_pages(tokens).items()
+    }
+    needed = {
+        pool: ordinals & set(read) for pool, ordinals in after.needed(after.stack.pages).items()
+    }
+    assert_same_pages(got, backed_up, needed)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_write_back(start, stack):
+    """A write_back server backs up on eviction, leaves before their parents."""
+    before = start(stack, write_policy="write_back")
+    turn, tokens = before.prompt(before.stack.pages - 2), before.prompt()
+    for prompt in (turn, tokens):
+        before.compute(prompt)
+    computed = before.device_pages(tokens)
+    before.evict()
+    before.close()
+
+    after = start(stack, write_policy="write_back")
+    assert after.prefetch(tokens) == len(tokens)
+    assert after.load_back(tokens) == len(tokens)
+    assert_same_pages(after.device_pages(tokens), computed, after.needed(after.stack.pages))
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_cleared_store_has_nothing(start, stack):
+    before = start(stack)
+    tokens = before.prompt()
+    before.compute(tokens)
+    before.store(tokens)
+    assert before.cache.clear_storage_backend()
+    assert before.storage.batch_exists(before.page_keys(tokens)) == 0
+    before.close()
+
+    after = start(stack)
+    assert after.prefetch(tokens) == 0
+    after.compute(tokens)
+    after.store(tokens)
+    computed = after.device_pages(tokens)
+    after.close()
+
+    again = start(stack)
+    assert again.prefetch(tokens) == len(tokens)
+    assert again.load_back(tokens) == len(tokens)
+    assert_same_pages(again.device_pages(tokens), computed, again.needed(again.stack.pages))
