@@ -20,17 +20,17 @@ fail() {
     exit 1
 }
 
-# Everything that decides what ends up in .venv. The folder's own path is part of it, since a
-# virtual environment cannot be moved.
+# fingerprint LAYER: everything that decides what ends up in .venv. The folder's own path is part
+# of it, since a virtual environment cannot be moved.
 fingerprint() {
-    { pwd; echo "$layer"; "$python" -VV; cat tools/setup.sh pyproject.toml requirements/core.txt
-      if [ "$layer" = sglang ]; then
+    { pwd; echo "$1"; "$python" -VV; cat tools/setup.sh pyproject.toml requirements/core.txt
+      if [ "$1" = sglang ]; then
           cat requirements/sglang.txt tests/sglang/platform/pyproject.toml
       fi; } | sha256sum | cut -d' ' -f1
 }
 
 ready() {
-    [ -x .venv/bin/python ] && [ "$(cat ".venv/.$layer" 2>/dev/null)" = "$(fingerprint)" ]
+    [ -x .venv/bin/python ] && [ "$(cat ".venv/.$layer" 2>/dev/null)" = "$(fingerprint "$layer")" ]
 }
 
 # step TEXT COMMAND...: run it with its output in the log and a clock on the terminal.
@@ -101,6 +101,7 @@ install_core() {
     make_venv
     step "kvtier's dependencies, tests and linters" pip -r requirements/core.txt
     step "kvtier" pip --no-deps -e .
+    fingerprint core >.venv/.core
 }
 
 install_sglang() {
@@ -111,6 +112,7 @@ install_sglang() {
     step "$sglang" pip --no-deps "$sglang"
     install_core
     step "the test-only platform" pip --no-deps -e tests/sglang/platform
+    fingerprint sglang >.venv/.sglang
 }
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
@@ -123,4 +125,3 @@ ready && exit 0
 install_packages
 : >"$log"
 "install_$layer"
-fingerprint >".venv/.$layer"

@@ -151,6 +151,8 @@ class Server:
             "SGLANG_CPU_OMP_THREADS_BIND": "all" if self.tp == 1 else "|".join(ranks),
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
+            # ninja, which builds HiCache's page hash, lies beside this interpreter.
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         }
 
     def _wait_until_ready(self) -> None:
