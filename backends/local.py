@@ -1,0 +1,205 @@
+"""Segments on a local file system: payload appended past the page cache, and read in extents."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier.format import ALIGNMENT, FrameType, align, encode_frame
+from kvtier.layout import Layout, segment_id, segment_name, sync_directory
+from kvtier.memory import Slice
+
+WRITE_BYTES = 16 << 20
+"""Slices that are neighbours in memory and in the file are written together up to this size."""
+
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def open_direct(path: Path, flags: int, *, direct: bool) -> tuple[int, bool]:
+    """(descriptor, whether it goes past the page cache). Some file systems cannot."""
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+    if direct:
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # open(2) makes the file even where it then refuses the flag.
+            flags &= ~os.O_EXCL
+    return os.open(path, flags, 0o600), False
+
+
+class SegmentWriter:
+    """A segment and its manifest, open for appending by this process alone.
+
+    The manifest is locked before it gets its name: who sees it unlocked knows its writer is dead.
+    """
+
+    def __init__(self, layout: Layout, writer: bytes, number: int, *, direct: bool) -> None:
+        self.name = segment_name(writer, number)
+        ident = segment_id(self.name)
+        assert ident is not None
+        self.ident = ident
+        self.size = 0
+        """Bytes given out in the data file."""
+        self.manifest_size = 0
+        self._store_id = layout.store_id
+        self._sequence = 0
+        payload, manifest = layout.payload(self.name), layout.manifest(self.name)
+        hidden = manifest.with_name(f".{manifest.name}.tmp")
+        create = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        self._data, self._direct = open_direct(payload, create, direct=direct)
+        try:
+            self._log = os.open(hidden, create | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._log, fcntl.LOCK_EX)
+            layout.adopt(payload)
+            layout.adopt(hidden)
+            hidden.rename(manifest)
+            sync_directory(layout.segments)
+        except BaseException:
+            os.close(self._data)
+            payload.unlink(missing_ok=True)
+            hidden.unlink(missing_ok=True)
+            raise
+
+    def reserve(self, size: int) -> int:
+        """Offset for a block of `size` bytes."""
+        offset = self.size
+        self.size += align(size)
+        return offset
+
+    def write(self, blocks: Sequence[tuple[int, Slice]]) -> None:
+        """Write staged blocks at their offsets and make them durable. OSError if that failed."""
+        for offset, data in _merged(blocks):
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._data, data[written:], offset + written)
+                if written < len(data) and written % ALIGNMENT:
+                    raise OSError(errno.ENOSPC, "the file system took only part of a block")
+        os.fdatasync(self._data)
+        if not self._direct:
+            os.posix_fadvise(self._data, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def log(self, bodies: Sequence[tuple[FrameType, bytes]], time_ns: int) -> None:
+        """Append frames to the manifest and make them durable. OSError if that failed."""
+        frames = []
+        for kind, body in bodies:
+            frames.append(
+                encode_frame(
+                    kind,
+                    body,
+                    sequence=self._sequence,
+                    time_ns=time_ns,
+                    segment_id=self.ident,
+                    store_id=self._store_id,
+                )
+            )
+            self._sequence += 1
+        data = b"".join(frames)
+        try:
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._log, data[written:], self.manifest_size + written)
+            os.fdatasync(self._log)
+        except OSError:
+            # Nothing of this may be believed; what a crash leaves of it is exact all the same.
+            os.ftruncate(self._log, self.manifest_size)
+            raise
+        self.manifest_size += len(data)
+
+    def close(self) -> None:
+        """Give the segment up; its lock ends."""
+        os.close(self._data)
+        os.close(self._log)
+
+
+def _merged(blocks: Sequence[tuple[int, Slice]]) -> list[tuple[int, memoryview]]:
+    """(offset, bytes) with neighbours in both places joined."""
+    joined: list[tuple[int, memoryview]] = []
+    start: Slice | None = None
+    size = offset = 0
+    for place, piece in blocks:
+        if (
+            start is not None
+            and place == offset + size
+            and piece.start == start.start + size
+            and size + piece.size <= WRITE_BYTES
+        ):
+            size += piece.size
+            continue
+        if start is not None:
+            joined.append((offset, Slice(start.arena, start.start, size).view))
+        start, size, offset = piece, piece.size, place
+    if start is not None:
+        joined.append((offset, Slice(start.arena, start.start, size).view))
+    return joined
+
+
+def read_extent(path: Path, start: int, buffer: memoryview, *, direct: bool) -> int:
+    """Fill `buffer` from `start` of a segment (both aligned); bytes read. OSError on a fault."""
+    fd, _ = open_direct(path, os.O_RDONLY, direct=direct)
+    try:
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(fd, [buffer[done:]], start + done)
+            done += count
+            if not count or count % ALIGNMENT:
+                break
+        return done
+    finally:
+        os.close(fd)
+
+
+def punch(path: Path, start: int, end: int) -> None:
+    """Free the whole aligned blocks within [start, end). OSError where that is not possible."""
+    start, end = align(start), end // ALIGNMENT * ALIGNMENT
+    if end <= start:
+        return
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+        size = ctypes.c_int64(end - start)
+        if _libc.fallocate64(fd, mode, ctypes.c_int64(start), size):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(path))
+    finally:
+        os.close(fd)
+
+
+def unlink_segment(layout: Layout, name: str) -> None:
+    """Remove a segment whose writer is dead: payload first, so that a manifest is never without
+    need kept for bytes that are gone, and never gone before them. BlockingIOError if its writer
+    lives."""
+    manifest = layout.manifest(name)
+    fd = os.open(manifest, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        layout.payload(name).unlink(missing_ok=True)
+        manifest.unlink()
+    finally:
+        os.close(fd)
+
+
+def disk_usage(path: Path) -> int:
+    """Bytes that all files below `path` take on the file system, directories included."""
+    total = 0
+    pending = [path]
+    while pending:
+        folder = pending.pop()
+        total += folder.lstat().st_blocks * 512
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                try:
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(Path(entry.path))
+                    else:
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+                except FileNotFoundError:
+                    continue
+    return total

@@ -1,0 +1,449 @@
+"""What is stored and where, in memory: the sum of the frames applied so far. No disk, no locks.
+
+A snapshot gives the bulk (flat arrays), a dict the entries that came since. Frames may be applied
+in any order of the files: a tombstone that comes before its run waits for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.format import (
+    MAX_RUN_PAGES,
+    FormatError,
+    Frame,
+    FrameType,
+    Grave,
+    Run,
+    checksum,
+    decode_columns,
+    decode_frame,
+    decode_recency,
+    decode_run,
+    decode_tombstone,
+    decode_wipe,
+)
+from kvtier.layout import segment_id
+from kvtier.pages import KEY_BYTES, U64, Bools, Column
+from kvtier.snapshot import Rows, Snapshot, compact
+from kvtier.table import MISSING, Table
+
+_POSITION_BITS = (MAX_RUN_PAGES - 1).bit_length()
+_POSITION_MASK = np.uint64(MAX_RUN_PAGES - 1)
+_RUN_CACHE = 1 << 12
+
+_USES = 1 << 14
+"""Newest uses a snapshot keeps; sessions are hundreds, and older ones rank by when they were
+written."""
+
+
+@dataclass
+class Segment:
+    """One manifest as far as this process has read it."""
+
+    name: str
+    ident: bytes
+    applied: int = 0
+    """Bytes of the manifest that need not be read again."""
+    seen: int = 0
+    """Size of the manifest when it was last read: torn bytes at its end are not read twice."""
+    live: bool = True
+    """Its writer may still append."""
+    damaged: int = 0
+    """Places that held no frame: between good ones, or at the end of a writer that died."""
+    unreadable: str = ""
+    """Why the manifest could not be read the last time; empty if it could."""
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run, where it is, and which of its pages are meant."""
+
+    segment: str
+    manifest_offset: int
+    time_ns: int
+    run: Run
+    positions: npt.NDArray[np.int64]
+    """Positions in the run, ascending for `Catalog.runs`, as asked for `Catalog.locate`."""
+
+    def grave(self, first: int, pages: int) -> Grave:
+        """The place of some of the run's pages, for a tombstone."""
+        ident = segment_id(self.segment)
+        assert ident is not None
+        return Grave(ident, self.manifest_offset, first, pages)
+
+
+@dataclass(frozen=True)
+class Located:
+    """Pages that were asked for, as far as they lie in one run."""
+
+    stored: StoredRun
+    wanted: npt.NDArray[np.int64]
+    """Index of each page in the question; same shape as `stored.positions`."""
+
+
+class _LateRun:
+    """A run that came after the snapshot: its place and its frame's bytes."""
+
+    __slots__ = ("frame", "manifest", "segment")
+
+    def __init__(self, segment: int, manifest: int, frame: bytes) -> None:
+        self.segment = segment
+        self.manifest = manifest
+        self.frame = frame
+
+
+def page_prints(keys: bytes | memoryview) -> U64:
+    """The first eight bytes of each 32-byte key; uint64 (n,)."""
+    return np.frombuffer(keys, "<u8").reshape(-1, KEY_BYTES // 8)[:, 0]
+
+
+def family_salt(namespace: bytes, columns: Sequence[int]) -> int:
+    """Sets the pages of one namespace and set of columns apart in the table."""
+    return checksum(namespace + np.array(sorted(columns), "<u8").tobytes())
+
+
+class Catalog:
+    """The live pages of a store. A value of the table is a row (run) and a position in it."""
+
+    def __init__(self, store_id: bytes, snapshot: Snapshot | None = None) -> None:
+        none = np.zeros(0, np.uint64)
+        self._store_id = store_id
+        self._table = snapshot.table if snapshot else Table.build(none, none)
+        self._rows = snapshot.rows if snapshot else Rows.empty()
+        self._frames = snapshot.frames if snapshot else memoryview(b"")
+        self._places: tuple[U64, npt.NDArray[np.int64]] | None = None
+        self._late: dict[int, int] = {}
+        self._late_runs: list[_LateRun] = []
+        self._late_places: dict[tuple[int, int], int] = {}
+        self._cache: dict[int, tuple[int, Run]] = {}
+        self._graves: dict[tuple[bytes, int], list[tuple[int, int]]] = {}
+        self._wipes: dict[tuple[bytes, bytes], int] = {}
+        self._families: dict[bytes, dict[int, tuple[int, ...]]] = {}
+        self.columns: dict[bytes, dict[int, Column]] = {}
+        """Namespace to column ids and what they stand for."""
+        self.used: dict[tuple[bytes, bytes], int] = {}
+        """(namespace, page key) to the time in ns at which it was last restored or extended."""
+        self.segments: list[Segment] = []
+        self._numbers: dict[bytes, int] = {}
+        if snapshot:
+            self._load_state(snapshot.state)
+
+    @property
+    def late_pages(self) -> int:
+        """Entries that came since the snapshot."""
+        return len(self._late)
+
+    def __len__(self) -> int:
+        """Live entries: a page counts once for each set of columns stored for it together."""
+        return len(self._entries()[0])
+
+    # Questions
+
+    def contains(self, namespace: bytes, column: int, keys: bytes) -> Bools:
+        """Which of the 32-byte keys the column has; bool (n,)."""
+        found: Bools = self._lookup(namespace, column, keys) != MISSING
+        return found
+
+    def locate(self, namespace: bytes, column: int, keys: bytes) -> list[Located]:
+        """Where the pages are, run by run. Pages that are not there are left out."""
+        values = self._lookup(namespace, column, keys)
+        wanted = np.flatnonzero(values != MISSING)
+        rows, positions = _split(values[wanted])
+        found = []
+        for span in _groups(rows):
+            stored = self._stored(int(rows[span][0]), positions[span])
+            if stored is not None:
+                found.append(Located(stored, wanted[span]))
+        return found
+
+    def runs(self) -> Iterator[StoredRun]:
+        """Every run with its live pages, oldest file first. Damaged frames are left out."""
+        rows, positions = _split(np.sort(self._entries()[1]))
+        for span in _groups(rows):
+            stored = self._stored(int(rows[span][0]), positions[span])
+            if stored is not None:
+                yield stored
+
+    # Changes
+
+    def add_segment(self, name: str) -> None:
+        """A manifest that was not there before; other names are ignored."""
+        ident = segment_id(name)
+        if ident is not None and ident not in self._numbers:
+            self._numbers[ident] = len(self.segments)
+            self.segments.append(Segment(name, ident))
+
+    def forget_segments(self, gone: Sequence[Segment]) -> None:
+        """Drop every page whose segment has been removed."""
+        numbers = {self._numbers[segment.ident] for segment in gone}
+        rows = np.flatnonzero(np.isin(self._rows.segment, list(numbers)))
+        values = self._table.values
+        if len(rows):
+            values[np.isin(_split(values)[0], rows) & (values != MISSING)] = MISSING
+        base = len(self._rows)
+        lost = {base + i for i, run in enumerate(self._late_runs) if run.segment in numbers}
+        for key in [k for k, value in self._late.items() if value >> _POSITION_BITS in lost]:
+            del self._late[key]
+        for segment in gone:
+            segment.live = False
+
+    def apply(self, segment: Segment, offset: int, frame: Frame, data: bytes) -> bool:
+        """Take in one frame of a manifest; `data` is the whole frame. False if it is damaged or
+        does not belong in this file."""
+        if frame.segment_id != segment.ident or frame.store_id != self._store_id:
+            return False
+        try:
+            if frame.type == FrameType.RUN:
+                self._add_run(segment, offset, decode_run(frame.body), data)
+            elif frame.type == FrameType.TOMBSTONE:
+                for grave in decode_tombstone(frame.body):
+                    self.bury(grave)
+            elif frame.type == FrameType.WIPE:
+                namespace, ends = decode_wipe(frame.body)
+                for ident, end in ends:
+                    self._wipe(namespace, ident, end)
+            elif frame.type == FrameType.RECENCY:
+                namespace, used = decode_recency(frame.body)
+                for key, time_ns in used:
+                    self.note_use(namespace, key, time_ns)
+            elif frame.type == FrameType.COLUMNS:
+                namespace, columns = decode_columns(frame.body)
+                self.columns.setdefault(namespace, {}).update(columns)
+        except FormatError:
+            return False
+        return True
+
+    def bury(self, grave: Grave) -> None:
+        """Drop pages by place. Remembered: the run itself may come later."""
+        ranges = self._graves.setdefault((grave.segment_id, grave.frame_offset), [])
+        if (grave.first, grave.pages) not in ranges:
+            ranges.append((grave.first, grave.pages))
+        self.discard(grave)
+
+    def discard(self, grave: Grave) -> None:
+        """Drop pages by place, for this process and until the manifests are read anew."""
+        row = self._row_at(grave.segment_id, grave.frame_offset)
+        if row is not None:
+            self._drop(row, grave.first, grave.pages)
+
+    def note_use(self, namespace: bytes, key: bytes, time_ns: int) -> None:
+        """A page was restored or extended."""
+        place = (namespace, key)
+        self.used[place] = max(time_ns, self.used.get(place, 0))
+
+    def compacted(self, present: Sequence[Segment]) -> Snapshot:
+        """All this as a snapshot: live runs, and the segments that are still there."""
+        keys, values = self._entries()
+        frames = bytes(self._frames) + b"".join(run.frame for run in self._late_runs)
+        lengths = np.array([len(run.frame) for run in self._late_runs], np.uint64)
+        ends = np.cumsum(lengths, dtype=np.uint64) + np.uint64(len(self._frames))
+        manifest = np.array([run.manifest for run in self._late_runs], np.uint64)
+        number = np.array([run.segment for run in self._late_runs], np.uint64)
+        rows = Rows(
+            np.concatenate((self._rows.frame, ends)),
+            np.concatenate((self._rows.manifest, manifest)),
+            np.concatenate((self._rows.segment, number)),
+        )
+        old, position = _split(values)
+        keep = np.unique(old)
+        rows, kept = compact(rows, memoryview(frames), keep)
+        renumbered = np.zeros(len(self.segments), np.uint64)
+        for place, segment in enumerate(present):
+            renumbered[self._numbers[segment.ident]] = place
+        rows.segment = renumbered[rows.segment.astype(np.int64)]
+        values = np.searchsorted(keep, old).astype(np.uint64) << np.uint64(_POSITION_BITS)
+        table = Table.build(keys, values | position.astype(np.uint64))
+        return Snapshot(self._state(present), table, rows, memoryview(kept))
+
+    # Inside
+
+    def _lookup(self, namespace: bytes, column: int, keys: bytes) -> U64:
+        prints = page_prints(keys)
+        found = np.full(len(prints), MISSING)
+        for salt, columns in self._families.get(namespace, {}).items():
+            if column not in columns:
+                continue
+            salted = prints ^ np.uint64(salt)
+            values = self._table.lookup(salted)
+            if self._late:
+                late = [self._late.get(key, -1) for key in salted.tolist()]
+                newer = np.array(late, np.int64)
+                values = np.where(newer >= 0, newer.astype(np.uint64), values)
+            found = np.where(found == MISSING, values, found)
+        return found
+
+    def _stored(self, row: int, positions: npt.NDArray[np.int64]) -> StoredRun | None:
+        segment, manifest, data = self._row(row)
+        known = self._cache.get(row)
+        if known is None:
+            try:
+                frame = decode_frame(data, 0)
+                known = frame.time_ns, decode_run(frame.body)
+            except FormatError:
+                return None
+            if len(self._cache) >= _RUN_CACHE:
+                self._cache.clear()
+            self._cache[row] = known
+        return StoredRun(segment.name, manifest, known[0], known[1], positions)
+
+    def _add_run(self, segment: Segment, offset: int, run: Run, data: bytes) -> None:
+        if offset < self._wipes.get((run.namespace, segment.ident), 0):
+            return
+        salt = self._family(run.namespace, tuple(sorted(b.column for b in run.blocks)))
+        row = len(self._rows) + len(self._late_runs)
+        number = self._numbers[segment.ident]
+        self._late_runs.append(_LateRun(number, offset, data))
+        self._late_places[number, offset] = row
+        keys = (page_prints(run.keys) ^ np.uint64(salt)).tolist()
+        first = row << _POSITION_BITS
+        self._late.update(zip(keys, range(first, first + len(keys)), strict=True))
+        for start, pages in self._graves.get((segment.ident, offset), ()):
+            self._drop(row, start, pages)
+
+    def _wipe(self, namespace: bytes, ident: bytes, end: int) -> None:
+        place = (namespace, ident)
+        self._wipes[place] = max(end, self._wipes.get(place, 0))
+        number = self._numbers.get(ident)
+        if number is None:
+            return
+        rows = np.flatnonzero(
+            (self._rows.segment == np.uint64(number)) & (self._rows.manifest < np.uint64(end))
+        ).tolist()
+        base = len(self._rows)
+        rows += [
+            base + i
+            for i, run in enumerate(self._late_runs)
+            if run.segment == number and run.manifest < end
+        ]
+        for row in rows:
+            self._drop(row, 0, MAX_RUN_PAGES, namespace)
+
+    def _drop(self, row: int, first: int, pages: int, namespace: bytes | None = None) -> None:
+        stored = self._stored(row, np.zeros(0, np.int64))
+        if stored is None or namespace not in (None, stored.run.namespace):
+            return
+        run = stored.run
+        salt = family_salt(run.namespace, [block.column for block in run.blocks])
+        keys = (page_prints(run.keys) ^ np.uint64(salt)).tolist()
+        for position in range(first, min(first + pages, len(keys))):
+            key, value = keys[position], row << _POSITION_BITS | position
+            if self._late.get(key) == value:
+                del self._late[key]
+            else:
+                self._table.remove(key, value)
+
+    def _family(self, namespace: bytes, columns: tuple[int, ...]) -> int:
+        salt = family_salt(namespace, columns)
+        self._families.setdefault(namespace, {})[salt] = columns
+        return salt
+
+    def _row_at(self, ident: bytes, offset: int) -> int | None:
+        number = self._numbers.get(ident)
+        if number is None:
+            return None
+        row = self._late_places.get((number, offset))
+        if row is not None:
+            return row
+        if self._places is None:
+            places = self._rows.segment << np.uint64(44) | self._rows.manifest
+            order = np.argsort(places, kind="stable")
+            self._places = places[order], order
+        places, order = self._places
+        wanted = np.uint64(number << 44 | offset)
+        at = int(np.searchsorted(places, wanted))
+        return int(order[at]) if at < len(places) and places[at] == wanted else None
+
+    def _row(self, row: int) -> tuple[Segment, int, bytes | memoryview]:
+        """(segment, offset in its manifest, frame bytes) of a run."""
+        base = len(self._rows)
+        if row >= base:
+            run = self._late_runs[row - base]
+            return self.segments[run.segment], run.manifest, run.frame
+        start, end = int(self._rows.frame[row]), int(self._rows.frame[row + 1])
+        segment = self.segments[int(self._rows.segment[row])]
+        return segment, int(self._rows.manifest[row]), self._frames[start:end]
+
+    def _entries(self) -> tuple[U64, U64]:
+        keys, values = self._table.entries()
+        if self._late:
+            late = list(self._late.items())
+            newer, fresh = np.array(late, np.uint64).reshape(-1, 2).T
+            old = ~np.isin(keys, newer)
+            keys = np.concatenate((keys[old], newer))
+            values = np.concatenate((values[old], fresh))
+        return keys, values
+
+    def _state(self, present: Sequence[Segment]) -> dict[str, Any]:
+        """The rest of the catalog as a JSON document.
+
+        Tombstones of frames already applied are left out: the snapshot shows their effect, and
+        those of segments that are gone can meet no run any more.
+        """
+        applied = {segment.ident: segment.applied for segment in present}
+        return {
+            "segments": [(s.name, s.applied, s.live, s.damaged) for s in present],
+            "families": [
+                (namespace.hex(), columns)
+                for namespace, families in self._families.items()
+                for columns in families.values()
+            ],
+            "columns": {
+                namespace.hex(): {str(ident): list(column) for ident, column in columns.items()}
+                for namespace, columns in self.columns.items()
+            },
+            "used": [
+                (namespace.hex(), key.hex(), time_ns)
+                for (namespace, key), time_ns in sorted(
+                    self.used.items(), key=lambda item: item[1], reverse=True
+                )[:_USES]
+            ],
+            "graves": [
+                (ident.hex(), offset, first, pages)
+                for (ident, offset), ranges in self._graves.items()
+                if offset >= applied.get(ident, 1 << 63)
+                for first, pages in ranges
+            ],
+            "wipes": [
+                (namespace.hex(), ident.hex(), end)
+                for (namespace, ident), end in self._wipes.items()
+                if end > applied.get(ident, 1 << 63)
+            ],
+        }
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        for name, applied, live, damaged in state["segments"]:
+            self.add_segment(name)
+            segment = self.segments[-1]
+            segment.applied = segment.seen = applied
+            segment.live, segment.damaged = live, damaged
+        for namespace, columns in state["families"]:
+            self._family(bytes.fromhex(namespace), tuple(columns))
+        for namespace, named in state["columns"].items():
+            self.columns[bytes.fromhex(namespace)] = {int(i): Column(*c) for i, c in named.items()}
+        for namespace, key, time_ns in state["used"]:
+            self.used[bytes.fromhex(namespace), bytes.fromhex(key)] = time_ns
+        for ident, offset, first, pages in state["graves"]:
+            self._graves.setdefault((bytes.fromhex(ident), offset), []).append((first, pages))
+        for namespace, ident, end in state["wipes"]:
+            self._wipes[bytes.fromhex(namespace), bytes.fromhex(ident)] = end
+
+
+def _split(values: U64) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Rows and positions of table values."""
+    rows = (values >> np.uint64(_POSITION_BITS)).astype(np.int64)
+    return rows, (values & _POSITION_MASK).astype(np.int64)
+
+
+def _groups(rows: npt.NDArray[np.int64]) -> list[slice]:
+    """Slices of neighbours with the same row."""
+    if not len(rows):
+        return []
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(rows)) + 1, [len(rows)])).tolist()
+    return [slice(start, end) for start, end in itertools.pairwise(starts)]

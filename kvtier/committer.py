@@ -1,0 +1,316 @@
+"""Makes staged pages durable, then visible: data, sync, manifest, sync, index. One thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvtier import telemetry
+from kvtier.backends.local import SegmentWriter
+from kvtier.config import Config
+from kvtier.format import (
+    Block,
+    FrameType,
+    Grave,
+    Run,
+    column_id,
+    encode_columns,
+    encode_run,
+    encode_tombstone,
+    new_id,
+)
+from kvtier.index import Index
+from kvtier.layout import Layout
+from kvtier.memory import Ring, Slice
+from kvtier.pages import ROOT, U64, Column, Link
+
+logger = logging.getLogger("kvtier")
+
+_Pages = set[bytes]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Neighbouring new pages of one column, copied and checksummed, waiting to be written."""
+
+    namespace: bytes
+    column: Column
+    keys: tuple[bytes, ...]
+    link: Link
+    trailing: bool
+    part_bytes: int
+    data: Slice | None
+    """None if parts have no bytes."""
+    checksum: int
+    part_checksums: U64
+    anchor: Column | None
+    """Column in which the parent must be, None if that cannot be told here."""
+
+
+class Committer:
+    """A queue of staged pages and the thread that commits them in batches."""
+
+    def __init__(self, layout: Layout, index: Index, ring: Ring, config: Config) -> None:
+        self._layout = layout
+        self._index = index
+        self._ring = ring
+        self._config = config
+        self._writer = new_id()[:12]
+        self._next_number = 0
+        self._open: dict[bool, SegmentWriter] = {}
+        self._named: dict[bytes, set[tuple[bytes, Column]]] = defaultdict(set)
+        self._changed = threading.Condition()
+        self._queue: list[Staged] = []
+        self._records: list[tuple[FrameType, bytes]] = []
+        self._pending: dict[tuple[bytes, Column], _Pages] = defaultdict(set)
+        self._first_queued = 0.0
+        self._hurry = False
+        self._busy = False
+        self._closing = False
+        self._last_complaint = -60.0
+        self.failures = 0
+        """Batches, or parts of them, that could not be made durable."""
+        self._thread = threading.Thread(target=self._work, name="kvtier-commit", daemon=True)
+        self._thread.start()
+
+    # What callers do
+
+    def pending(self, namespace: bytes, column: Column, keys: Iterable[bytes]) -> list[bool]:
+        """Which of the keys wait to be committed."""
+        waiting = self._pending.get((namespace, column), ())
+        return [key in waiting for key in keys]
+
+    def submit(self, staged: Staged) -> None:
+        """Queue pages. Slices must come in the order in which the ring gave them."""
+        with self._changed:
+            if not self._queue and not self._records:
+                self._first_queued = time.monotonic()
+            self._queue.append(staged)
+            self._pending[staged.namespace, staged.column].update(staged.keys)
+            self._changed.notify_all()
+        telemetry.UNCOMMITTED_BYTES.inc(staged.data.size if staged.data else 0)
+
+    def record(self, kind: FrameType, body: bytes) -> None:
+        """Queue a frame that has no payload."""
+        with self._changed:
+            if not self._queue and not self._records:
+                self._first_queued = time.monotonic()
+            self._records.append((kind, body))
+            self._changed.notify_all()
+
+    def bury(self, graves: Sequence[Grave]) -> None:
+        """Log that pages are gone."""
+        self.record(FrameType.TOMBSTONE, encode_tombstone(graves))
+
+    def flush(self, timeout: float | None) -> bool:
+        """Wait until everything queued so far is durable or has failed."""
+        with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
+            return self._changed.wait_for(
+                lambda: not (self._queue or self._records or self._busy), timeout
+            )
+
+    def close(self, timeout: float | None) -> None:
+        """Commit what is queued and end the thread."""
+        self.flush(timeout)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        if not self._thread.is_alive():
+            for writer in self._open.values():
+                writer.close()
+            self._open.clear()
+
+    # The thread
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._wait_for_batch():
+                    return
+                batch, records = self._take_batch()
+                self._busy = True
+            try:
+                self._commit(batch, records)
+            except OSError as error:
+                self._complain(error, sum(len(piece.keys) for piece in batch))
+            except Exception:  # the thread must outlive any fault: without it nothing is stored
+                logger.exception("kvtier: a commit failed in an unexpected way; it was given up")
+                self.failures += 1
+            finally:
+                self._settle(batch)
+
+    def _wait_for_batch(self) -> bool:
+        """Wait until a batch should start; False if there will be none any more."""
+        while not (self._queue or self._records):
+            self._hurry = False
+            if self._closing:
+                return False
+            self._changed.wait()
+        while not (self._hurry or self._closing):
+            left = self._first_queued + self._config.commit_interval - time.monotonic()
+            staged = sum(piece.data.size for piece in self._queue if piece.data)
+            if left <= 0 or staged >= self._config.commit_size:
+                break
+            self._changed.wait(left)
+        return True
+
+    def _take_batch(self) -> tuple[list[Staged], list[tuple[FrameType, bytes]]]:
+        size = count = 0
+        for piece in self._queue:
+            size += piece.data.size if piece.data else 0
+            count += 1
+            if size >= self._config.commit_size:
+                break
+        batch, self._queue = self._queue[:count], self._queue[count:]
+        records, self._records = self._records, []
+        self._first_queued = time.monotonic()
+        return batch, records
+
+    def _settle(self, batch: list[Staged]) -> None:
+        self._ring.give_back(sum(piece.data is not None for piece in batch))
+        telemetry.UNCOMMITTED_BYTES.dec(sum(p.data.size for p in batch if p.data))
+        with self._changed:
+            for piece in batch:
+                self._pending[piece.namespace, piece.column].difference_update(piece.keys)
+            self._busy = False
+            self._changed.notify_all()
+
+    def _commit(self, batch: list[Staged], records: list[tuple[FrameType, bytes]]) -> None:
+        started = time.monotonic()
+        written: list[tuple[SegmentWriter, list[tuple[Staged, int]]]] = []
+        for trailing in (False, True):
+            pieces = [piece for piece in batch if piece.trailing == trailing]
+            if pieces or (records and not trailing):
+                place = self._write(trailing, pieces)
+                if place is not None:
+                    written.append(place)
+        with self._layout.lock(shared=True):
+            self._index.refresh()
+            arrived: dict[tuple[bytes, Column], _Pages] = defaultdict(set)
+            for writer, pieces_at in written:
+                self._log(writer, pieces_at, arrived, records)
+                records = []
+        self._index.refresh()
+        self._index.ring()
+        telemetry.COMMITS.inc()
+        telemetry.COMMIT_SECONDS.observe(time.monotonic() - started)
+
+    def _write(
+        self, trailing: bool, pieces: list[Staged]
+    ) -> tuple[SegmentWriter, list[tuple[Staged, int]]] | None:
+        """Write payload; (segment, pieces with their offsets), None if that failed."""
+        try:
+            writer = self._segment(trailing)
+            at = [(piece, writer.reserve(len(piece.keys) * piece.part_bytes)) for piece in pieces]
+            writer.write([(offset, piece.data) for piece, offset in at if piece.data])
+        except OSError as error:
+            self._give_up(trailing, pieces, error)
+            return None
+        telemetry.WRITTEN_BYTES.inc(sum(p.part_bytes * len(p.keys) for p in pieces))
+        return writer, at
+
+    def _log(
+        self,
+        writer: SegmentWriter,
+        pieces: list[tuple[Staged, int]],
+        arrived: dict[tuple[bytes, Column], _Pages],
+        records: list[tuple[FrameType, bytes]],
+    ) -> None:
+        reachable = []
+        for piece, offset in pieces:
+            if self._reachable(piece, arrived):
+                arrived[piece.namespace, piece.column].update(piece.keys)
+                reachable.append((piece, offset))
+            else:
+                # Its parent failed, or was deleted meanwhile: nobody could ever find it.
+                telemetry.PUT_PAGES.labels("no_parent").inc(len(piece.keys))
+        frames = self._column_frames(writer, reachable)
+        frames += [(FrameType.RUN, encode_run(run)) for run in _runs(reachable)]
+        frames += records
+        if not frames:
+            return
+        try:
+            writer.log(frames, time.time_ns())
+        except OSError as error:
+            self._give_up(writer is self._open.get(True), [piece for piece, _ in reachable], error)
+
+    def _reachable(self, piece: Staged, arrived: dict[tuple[bytes, Column], _Pages]) -> bool:
+        parent, anchor = piece.link.parent, piece.anchor
+        if parent is None or parent == ROOT or anchor is None:
+            return True
+        if parent in arrived[piece.namespace, anchor]:
+            return True
+        return bool(self._index.contains(piece.namespace, column_id(anchor), parent)[0])
+
+    def _segment(self, trailing: bool) -> SegmentWriter:
+        writer = self._open.get(trailing)
+        if writer is not None and writer.size < self._config.segment_size:
+            return writer
+        if writer is not None:
+            self._open.pop(trailing).close()
+        writer = SegmentWriter(
+            self._layout, self._writer, self._next_number, direct=self._config.direct_io
+        )
+        self._next_number += 1
+        self._open[trailing] = writer
+        return writer
+
+    def _column_frames(
+        self, writer: SegmentWriter, pieces: list[tuple[Staged, int]]
+    ) -> list[tuple[FrameType, bytes]]:
+        """Names for the column ids this manifest has not explained yet."""
+        named = self._named[writer.ident]
+        fresh: dict[bytes, set[Column]] = defaultdict(set)
+        for piece, _ in pieces:
+            if (piece.namespace, piece.column) not in named:
+                named.add((piece.namespace, piece.column))
+                fresh[piece.namespace].add(piece.column)
+        return [
+            (FrameType.COLUMNS, encode_columns(namespace, sorted(columns)))
+            for namespace, columns in fresh.items()
+        ]
+
+    def _give_up(self, trailing: bool, pieces: list[Staged], error: OSError) -> None:
+        """Forget a batch that could not be made durable, and the file it went to: after a failed
+        sync the kernel may have dropped its pages, so nothing more is appended there."""
+        writer = self._open.pop(trailing, None)
+        if writer is not None:
+            writer.close()
+        self._complain(error, sum(len(piece.keys) for piece in pieces))
+
+    def _complain(self, error: OSError, pages: int) -> None:
+        self.failures += 1
+        telemetry.PUT_PAGES.labels("failed").inc(pages)
+        if time.monotonic() - self._last_complaint > 10:
+            self._last_complaint = time.monotonic()
+            logger.error(
+                "kvtier: cannot write to %s (%s): %d pages were not stored; what was stored "
+                "before is untouched",
+                self._layout.path,
+                error.strerror or error,
+                pages,
+            )
+
+
+def _runs(pieces: Sequence[tuple[Staged, int]]) -> list[Run]:
+    """Pieces with the same pages become the blocks of one run."""
+    together: dict[tuple[bytes, tuple[bytes, ...], bool], list[tuple[Staged, int]]] = {}
+    for piece, offset in pieces:
+        place = (piece.namespace, piece.keys, piece.trailing)
+        together.setdefault(place, []).append((piece, offset))
+    runs = []
+    for (namespace, keys, trailing), parts in together.items():
+        link = next((p.link for p, _ in parts if p.link.parent is not None), parts[0][0].link)
+        blocks = [
+            Block(column_id(p.column), offset, p.part_bytes, p.checksum, p.part_checksums)
+            for p, offset in parts
+        ]
+        runs.append(Run(namespace, link.parent, link.ordinal, trailing, b"".join(keys), blocks))
+    return runs

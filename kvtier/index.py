@@ -1,0 +1,308 @@
+"""The catalog of a store kept up with its files: manifests read, snapshot loaded and saved.
+
+Every process of a host keeps one. The manifests are the truth; all else is computed from them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvtier.catalog import Catalog, Located, Segment, StoredRun
+from kvtier.format import Grave, scan_frames
+from kvtier.layout import MANIFEST_SUFFIX, Layout
+from kvtier.pages import Bools, Column
+from kvtier.snapshot import Snapshot
+
+SNAPSHOT = "snapshot"
+DOORBELL = "doorbell"
+
+LATE_PAGES = 1 << 16
+"""Entries kept in a dict (about 130 bytes each) before a new snapshot is worth its write."""
+
+_SETTLED_NS = 2_000_000_000
+"""A directory's time stamp older than this cannot hide a later change in the same tick."""
+
+
+@dataclass
+class Health:
+    """What an operator wants to know about the manifests."""
+
+    segments: int = 0
+    live_writers: int = 0
+    damaged: dict[str, int] = field(default_factory=dict)
+    """Manifest name to places that held no frame."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Manifest name to why it could not be read."""
+
+
+class Index:
+    """Lookups over everything committed in a store. Safe to use from several threads.
+
+    `_reading` serialises those who read files; `_lock` is held only for work in memory, so that a
+    lookup never waits for a drive.
+    """
+
+    def __init__(self, layout: Layout, *, readonly: bool = False) -> None:
+        self._layout = layout
+        self._lock = threading.Lock()
+        self._reading = threading.RLock()
+        self._bell = _Doorbell(layout, readonly=readonly)
+        self._load(Snapshot.load(layout.index / SNAPSHOT))
+
+    # Questions
+
+    def contains(self, namespace: bytes, column: int, keys: bytes) -> Bools:
+        """Which of the 32-byte keys the column has; bool (n,)."""
+        with self._lock:
+            return self._catalog.contains(namespace, column, keys)
+
+    def locate(self, namespace: bytes, column: int, keys: bytes) -> list[Located]:
+        """Where the pages are, run by run. Pages that are not there are left out."""
+        with self._lock:
+            return self._catalog.locate(namespace, column, keys)
+
+    def runs(self) -> Iterator[StoredRun]:
+        """Every run with its live pages. Meant for tools: changes meanwhile may be missed."""
+        return self._catalog.runs()
+
+    def columns(self, namespace: bytes) -> dict[int, Column]:
+        """Column ids of a namespace and what they stand for."""
+        return self._catalog.columns.get(namespace, {})
+
+    def namespaces(self) -> list[bytes]:
+        """Namespaces that ever had a column in the files that are there."""
+        return list(self._catalog.columns)
+
+    def last_used(self, namespace: bytes, key: bytes) -> int:
+        """Time in ns at which the page was last restored or extended; 0 if never noted."""
+        return self._catalog.used.get((namespace, key), 0)
+
+    def segments(self) -> list[Segment]:
+        """The segments whose manifest is there."""
+        return [s for s in self._catalog.segments if s.name in self._present]
+
+    def health(self) -> Health:
+        """Manifests, live writers, and damage seen so far."""
+        segments = self.segments()
+        return Health(
+            segments=len(segments),
+            live_writers=len({s.ident[:12] for s in segments if s.live}),
+            damaged={s.name: s.damaged for s in segments if s.damaged},
+            unreadable={s.name: s.unreadable for s in segments if s.unreadable},
+        )
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._catalog)
+
+    # Changes
+
+    def discard(self, grave: Grave) -> None:
+        """Forget pages by place in this process only."""
+        with self._lock:
+            self._catalog.discard(grave)
+
+    def note_use(self, namespace: bytes, key: bytes, time_ns: int) -> None:
+        """A page was restored or extended."""
+        with self._lock:
+            self._catalog.note_use(namespace, key, time_ns)
+
+    def ring(self) -> None:
+        """Tell the host's other processes that there is something to read."""
+        self._bell.ring()
+
+    def rung(self) -> bool:
+        """Whether anybody rang since the last call."""
+        return self._bell.rung()
+
+    def refresh(self) -> None:
+        """Read what the manifests say since the last call.
+
+        OSError if the directory cannot be read; what was known stays.
+        """
+        with self._reading:
+            self._read_tails(self._catalog)
+
+    def stale(self) -> bool:
+        """So much came since the snapshot that a new one is worth its write."""
+        return self._catalog.late_pages > LATE_PAGES
+
+    def save(self) -> None:
+        """Write a snapshot of all this and go on from it.
+
+        OSError if it cannot be written; the old one stays.
+        """
+        path = self._layout.index / SNAPSHOT
+        with self._reading, self._layout.lock():
+            self._read_tails(self._catalog)
+            snapshot = self._catalog.compacted(self.segments())
+            snapshot.save(path)
+            self._layout.adopt(path)
+            self._load(Snapshot.load(path))
+
+    def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Forget the snapshot and read every manifest from its first byte.
+
+        `progress(done, total)` counts bytes of manifests.
+        """
+        with self._reading:
+            self._load(None, progress)
+
+    # Inside
+
+    def _load(
+        self,
+        snapshot: Snapshot | None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        try:
+            catalog = Catalog(self._layout.store_id, snapshot)
+        except (KeyError, TypeError, ValueError, IndexError):
+            catalog = Catalog(self._layout.store_id)  # a snapshot of another make: replay instead
+        self._present: set[str] = set()
+        self._directory_ns = -1
+        self._read_tails(catalog, progress)
+        with self._lock:
+            self._catalog = catalog
+
+    def _read_tails(
+        self,
+        catalog: Catalog,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self._list_segments(catalog)
+        waiting = [s for s in catalog.segments if s.live and s.name in self._present]
+        for done, segment in enumerate(waiting):
+            self._read_tail(catalog, segment)
+            progress(done + 1, len(waiting))
+
+    def _list_segments(self, catalog: Catalog) -> None:
+        directory = self._layout.segments
+        changed = directory.stat().st_mtime_ns
+        if changed == self._directory_ns:
+            return
+        with os.scandir(directory) as entries:
+            names = {
+                entry.name.removesuffix(MANIFEST_SUFFIX)
+                for entry in entries
+                if entry.name.endswith(MANIFEST_SUFFIX) and entry.is_file(follow_symlinks=False)
+            }
+        with self._lock:
+            for name in sorted(names):
+                catalog.add_segment(name)
+            gone = [s for s in catalog.segments if s.name not in names]
+            first = not self._present
+            if gone and (first or any(s.name in self._present for s in gone)):
+                catalog.forget_segments(gone)
+        self._present = names
+        self._directory_ns = changed if time.time_ns() - changed > _SETTLED_NS else -1
+
+    def _read_tail(self, catalog: Catalog, segment: Segment) -> None:
+        try:
+            data, size, live = self._tail(segment)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            segment.unreadable = error.strerror or str(error)
+            return
+        segment.unreadable = ""
+        start = segment.applied
+        damage = 0
+        with self._lock:
+            for offset, frame, length in scan_frames(data):
+                if frame is None:
+                    damage += 1
+                    continue
+                whole = data[offset : offset + length]
+                if not catalog.apply(segment, start + offset, frame, whole):
+                    damage += 1
+                segment.applied = start + offset + length
+                segment.damaged += damage
+                damage = 0
+            if not live and size > segment.applied:
+                # Nobody will finish a torn end any more.
+                segment.damaged += damage
+                segment.applied = size
+        segment.seen, segment.live = size, live
+
+    def _tail(self, segment: Segment) -> tuple[bytes, int, bool]:
+        """(bytes not yet applied, size of the manifest, whether its writer lives)."""
+        path = self._layout.manifest(segment.name)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            live = _held(fd)
+            size = os.fstat(fd).st_size
+            if size == segment.seen and live:
+                return b"", size, live
+            return _read(fd, segment.applied, size), size, live
+        finally:
+            os.close(fd)
+
+
+class _Doorbell:
+    """Eight bytes shared by the host's processes: they change when somebody has committed.
+
+    Only a hint that saves asking the file system at every lookup, so races are harmless: the
+    keeper of a store looks from time to time even if nobody rang.
+    """
+
+    def __init__(self, layout: Layout, *, readonly: bool) -> None:
+        self._view: memoryview | None = None
+        self._last = b""
+        if readonly:
+            return
+        path = layout.index / DOORBELL
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError:
+            return  # every lookup then asks the file system: slower, not wrong
+        try:
+            if os.fstat(fd).st_size < 8:
+                # Written, not only made longer: on a full disk a store to a hole is a SIGBUS.
+                os.pwrite(fd, bytes(8), 0)
+            self._view = memoryview(mmap.mmap(fd, 8))
+            layout.adopt(path)
+        except OSError:
+            return
+        finally:
+            os.close(fd)
+
+    def ring(self) -> None:
+        if self._view is not None:
+            self._view[:] = os.urandom(8)
+
+    def rung(self) -> bool:
+        if self._view is None:
+            return True
+        now = bytes(self._view)
+        changed = now != self._last
+        self._last = now
+        return changed
+
+
+def _held(fd: int) -> bool:
+    """Whether a live writer holds this manifest."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+def _read(fd: int, start: int, end: int) -> bytes:
+    """Bytes from `start` to `end`, or to the end of the file if it is shorter."""
+    pieces = []
+    while start < end:
+        piece = os.pread(fd, end - start, start)
+        if not piece:
+            break
+        pieces.append(piece)
+        start += len(piece)
+    return b"".join(pieces)

@@ -1,0 +1,216 @@
+"""The store directory: what lies where, who may read it, and how it is opened."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier import __version__
+from kvtier.errors import StoreError
+from kvtier.format import FORMAT_VERSION, new_id
+
+SUPERBLOCK = "kvtier.json"
+SEGMENTS = "segments"
+NAMESPACES = "namespaces"
+INDEX = "index"
+PAYLOAD_SUFFIX = ".kvs"
+MANIFEST_SUFFIX = ".kvm"
+
+_SEGMENT_NAME = re.compile(r"([0-9a-f]{24})-([0-9]{1,9})")
+
+
+def segment_name(writer: bytes, number: int) -> str:
+    """File name (no suffix) of a writer's segment; `writer`: 12 random bytes."""
+    return f"{writer.hex()}-{number}"
+
+
+def segment_id(name: str) -> bytes | None:
+    """The 16-byte id a segment's name stands for: writer, then number; None for other names."""
+    match = _SEGMENT_NAME.fullmatch(name)
+    if not match:
+        return None
+    number = int(match[2])
+    return bytes.fromhex(match[1]) + number.to_bytes(4, "little")
+
+
+def segment_name_of(ident: bytes) -> str:
+    """File name (no suffix) of the segment with this 16-byte id."""
+    return segment_name(ident[:12], int.from_bytes(ident[12:], "little"))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An existing store directory: its path and the id in its superblock."""
+
+    path: Path
+    store_id: bytes
+
+    @property
+    def segments(self) -> Path:
+        """Where payload and manifests lie."""
+        return self.path / SEGMENTS
+
+    @property
+    def namespaces(self) -> Path:
+        """Where identity documents lie."""
+        return self.path / NAMESPACES
+
+    @property
+    def index(self) -> Path:
+        """Where what can be rebuilt lies."""
+        return self.path / INDEX
+
+    def payload(self, name: str) -> Path:
+        """A segment's data file."""
+        return self.segments / (name + PAYLOAD_SUFFIX)
+
+    def manifest(self, name: str) -> Path:
+        """A segment's manifest."""
+        return self.segments / (name + MANIFEST_SUFFIX)
+
+    @classmethod
+    def open(cls, path: Path, *, create: bool) -> Layout:
+        """The store at `path`; StoreError if it is missing (and not `create`), foreign, of a
+        newer format, or cannot be read or written. Nothing is changed in those cases."""
+        try:
+            if create:
+                _create(path)
+            elif not path.is_dir():
+                raise StoreError(f"No store at {path}: give the store or the mount that holds it.")
+            return cls(path, _read_superblock(path))
+        except OSError as error:
+            raise StoreError(
+                f"Cannot {'create or open' if create else 'read'} the store at {path}: "
+                f"{error.strerror or error}; check that it exists and that this user owns it."
+            ) from error
+
+    @contextlib.contextmanager
+    def lock(self, *, shared: bool = False) -> Iterator[None]:
+        """Hold the store's commit lock: writers share it, a deletion or a snapshot has it alone.
+
+        It ends with the process that holds it, also after kill -9.
+        """
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def adopt(self, path: Path) -> None:
+        """Give a file made by root to the store's owner, so that a root shell leaves nothing
+        behind that the server cannot open."""
+        if os.geteuid() == 0:
+            owner = self.path.stat()
+            if owner.st_uid != 0:
+                os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+
+    def write_once(self, path: Path, text: str) -> None:
+        """Write a small file so that after a power cut it is there whole or not at all."""
+        write_durably(path, text.encode())
+        self.adopt(path)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` atomically and durably."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{new_id().hex()}.tmp")
+    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make names in `path` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _create(path: Path) -> None:
+    if path.is_symlink():
+        raise StoreError(f"{path} is a symbolic link: name the directory it points to instead.")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not (path / SUPERBLOCK).exists():
+        foreign = sorted(
+            entry.name
+            for entry in path.iterdir()
+            if entry.name not in (SEGMENTS, NAMESPACES, INDEX, "lock", "lost+found")
+            and not entry.name.startswith(".kvtier.json.")
+        )
+        if foreign:
+            raise StoreError(
+                f"{path} holds other files ({', '.join(foreign[:3])}) and no {SUPERBLOCK}: "
+                "choose an empty directory, or the mount above it."
+            )
+        path.chmod(0o700)
+        document = {
+            "format": FORMAT_VERSION,
+            "store": new_id().hex(),
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "kvtier": __version__,
+        }
+        _link_once(path / SUPERBLOCK, json.dumps(document, indent=2) + "\n")
+    _read_superblock(path)
+    for name in (SEGMENTS, NAMESPACES, INDEX):
+        (path / name).mkdir(mode=0o700, exist_ok=True)
+        if (path / name).is_symlink():
+            raise StoreError(f"{path / name} is a symbolic link: remove it and start again.")
+    sync_directory(path)
+    sync_directory(path.parent)
+
+
+def _link_once(path: Path, text: str) -> None:
+    """Create `path` with `text` unless another process was first."""
+    scratch = path.with_name(f".{path.name}.{new_id().hex()}.tmp")
+    write_durably(scratch, text.encode())
+    with contextlib.suppress(FileExistsError):
+        os.link(scratch, path)
+    scratch.unlink()
+    sync_directory(path.parent)
+
+
+def _read_superblock(path: Path) -> bytes:
+    """The store's id; StoreError if this is no store or one we must not touch."""
+    file = path / SUPERBLOCK
+    try:
+        if not stat.S_ISREG(file.lstat().st_mode):
+            raise StoreError(f"{file} is not a regular file: this is not a kvtier store.")
+        document = json.loads(file.read_text(encoding="utf-8"))
+        version, ident = document["format"], bytes.fromhex(document["store"])
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{path} is not a kvtier store (no {SUPERBLOCK}): "
+            "give the store or the mount that holds it."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(
+            f"{file} is damaged: restore it from a copy, or move the store away and start anew."
+        ) from error
+    if not isinstance(version, int) or len(ident) != 16:
+        raise StoreError(
+            f"{file} is damaged: restore it from a copy, or move the store away and start anew."
+        )
+    if version > FORMAT_VERSION:
+        raise StoreError(
+            f"{path} has format {version}, this kvtier ({__version__}) knows {FORMAT_VERSION}: "
+            "upgrade kvtier, or use another root; the store was left untouched."
+        )
+    return ident

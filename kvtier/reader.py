@@ -1,0 +1,298 @@
+"""Reads pages: places sorted into extents, extents read by a few threads into memory kvtier owns,
+verified there, and only then copied to where they were asked for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Late
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier import telemetry
+from kvtier.backends.local import read_extent
+from kvtier.catalog import Located
+from kvtier.config import Config
+from kvtier.format import ALIGNMENT, Block, Grave, align, block_seed, checksum, column_id, part_seed
+from kvtier.index import Index
+from kvtier.layout import Layout
+from kvtier.memory import Arena, BufferPool, scatter
+from kvtier.pages import Bools, PoolPages
+
+logger = logging.getLogger("kvtier")
+
+EXTENT_BYTES = 16 << 20
+"""Neighbouring parts are read together up to this size."""
+
+GAP_BYTES = 64 << 10
+"""Bytes nobody asked for that are read along rather than ending an extent."""
+
+_AHEAD = 2
+"""Extents in flight per read thread."""
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Neighbouring parts of one block, wanted by one request."""
+
+    request: int
+    wanted: npt.NDArray[np.int64]
+    """Index of each page in the request."""
+    located: Located
+    block: Block
+    first: int
+    """Position of the first page in the run."""
+
+    @property
+    def start(self) -> int:
+        return self.block.offset + self.first * self.block.part_bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.wanted) * self.block.part_bytes
+
+    def graves(self, which: Bools) -> list[Grave]:
+        """Places of some of the span's pages."""
+        positions = np.flatnonzero(which)
+        return [
+            self.located.stored.grave(self.first + int(positions[start]), end - start)
+            for start, end in _neighbours(positions, len(positions))
+        ]
+
+
+@dataclass
+class _Extent:
+    """Bytes of one segment read with one system call, and what is wanted of them."""
+
+    segment: str
+    start: int
+    end: int
+    spans: list[_Span] = field(default_factory=list)
+
+
+class _Task:
+    """One call of `Reader.get`: what was asked, and the answer so far."""
+
+    def __init__(self, namespace: bytes, requests: Sequence[PoolPages], deadline: float) -> None:
+        self.namespace = namespace
+        self.requests = requests
+        self.deadline = deadline
+        self.done: list[Bools] = [np.zeros(len(r.keys), np.bool_) for r in requests]
+        self.limits = [len(request.keys) for request in requests]
+        """Index of the first page of each request that failed."""
+        self.damaged: list[Grave] = []
+
+    def fail(self, request: int, page: int) -> None:
+        """This page, and so all later ones, will not be delivered."""
+        self.limits[request] = min(self.limits[request], page)
+
+
+_Flight = tuple[_Extent, "Future[tuple[Arena, int, list[Bools]]]"]
+
+
+class Reader:
+    """Gets pages out of the segments. Faults are misses: nothing here raises for a bad drive."""
+
+    def __init__(self, layout: Layout, index: Index, config: Config) -> None:
+        self._layout = layout
+        self._index = index
+        self._config = config
+        self._buffers = BufferPool(config.staging_size)
+        self._threads = ThreadPoolExecutor(config.read_threads, "kvtier-read")
+        self._last_complaint = -60.0
+
+    def close(self) -> None:
+        """Let the threads go; a read that hangs is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def get(
+        self, namespace: bytes, requests: Sequence[PoolPages]
+    ) -> tuple[list[Bools], list[Grave]]:
+        """(bool (n,) a request, places whose bytes were not what was stored).
+
+        Pages land in their buffers only where True. After the first page that fails in a request
+        its later pages are left alone: whoever reads a prefix has no use for them.
+        """
+        task = _Task(namespace, requests, time.monotonic() + self._config.read_deadline)
+        spans: list[_Span] = []
+        for number in range(len(requests)):
+            spans += self._plan(task, number)
+        self._read_all(task, _extents([s for s in spans if s.wanted[0] < task.limits[s.request]]))
+        for limit, answer in zip(task.limits, task.done, strict=True):
+            answer[limit:] = False
+            telemetry.GET_PAGES.labels("read").inc(int(answer.sum()))
+        return task.done, task.damaged
+
+    def _plan(self, task: _Task, number: int) -> list[_Span]:
+        """What must be read for a request; pages without bytes are answered at once."""
+        request, done = task.requests[number], task.done[number]
+        column = column_id(request.column)
+        keys = b"".join(request.keys)
+        asked = np.frombuffer(keys, np.uint8).reshape(len(request.keys), -1)
+        there = np.zeros(len(request.keys), np.bool_)
+        spans = []
+        for located in self._index.locate(task.namespace, column, keys):
+            run, positions = located.stored.run, located.stored.positions
+            block = run.block(column)
+            if block is None or block.part_bytes != request.buffers.part_bytes:
+                continue
+            stored = np.frombuffer(run.keys, np.uint8).reshape(len(run), -1)
+            same = (stored[positions] == asked[located.wanted]).all(axis=1)
+            positions, wanted = positions[same], located.wanted[same]
+            there[wanted] = True
+            if not block.part_bytes:
+                done[wanted] = True
+                continue
+            longest = max(1, EXTENT_BYTES // block.part_bytes)
+            for start, end in _neighbours(positions, longest):
+                first = int(positions[start])
+                spans.append(_Span(number, wanted[start:end], located, block, first))
+        absent = np.flatnonzero(~there)
+        if len(absent):
+            task.fail(number, int(absent[0]))
+            telemetry.GET_PAGES.labels("absent").inc(len(absent))
+        return spans
+
+    def _read_all(self, task: _Task, extents: list[_Extent]) -> None:
+        """Read extents a few at a time, in the order of the files, and copy out what is right."""
+        waiting = deque(extents)
+        flying: deque[_Flight] = deque()
+        while waiting or flying:
+            while waiting and len(flying) < _AHEAD * self._config.read_threads:
+                extent = waiting.popleft()
+                flying.append((extent, self._threads.submit(self._read, task.namespace, extent)))
+            extent, future = flying.popleft()
+            try:
+                arena, start, right = future.result(max(0.0, task.deadline - time.monotonic()))
+            except Late as error:
+                self._abandon([future, *(other for _, other in flying)])
+                for other in (extent, *(e for e, _ in flying), *waiting):
+                    self._missed(task, other, error)
+                return
+            except OSError as error:
+                self._missed(task, extent, error)
+                continue
+            for span, good in zip(extent.spans, right, strict=True):
+                if not good.all():
+                    bad = np.flatnonzero(~good)
+                    task.fail(span.request, int(span.wanted[bad[0]]))
+                    task.damaged += span.graves(~good)
+                    telemetry.GET_PAGES.labels("damaged").inc(len(bad))
+            for span, good in zip(extent.spans, right, strict=True):
+                usable = good & (span.wanted < task.limits[span.request])
+                source = arena.address + span.start - start
+                self._deliver(task.requests[span.request], span, usable, source)
+                task.done[span.request][span.wanted[usable]] = True
+            self._buffers.give_back(arena)
+
+    def _deliver(self, request: PoolPages, span: _Span, usable: Bools, source: int) -> None:
+        size = span.block.part_bytes
+        positions = np.flatnonzero(usable)
+        for start, end in _neighbours(positions, len(positions)):
+            pages = span.wanted[positions[start:end]]
+            scatter(request.buffers, pages, source + int(positions[start]) * size)
+        telemetry.READ_BYTES.inc(len(positions) * size)
+
+    def _read(self, namespace: bytes, extent: _Extent) -> tuple[Arena, int, list[Bools]]:
+        """(buffer, file offset of its first byte, which parts of each span are right)."""
+        start = extent.start // ALIGNMENT * ALIGNMENT
+        size = align(extent.end) - start
+        arena = self._buffers.take(size)
+        try:
+            got = read_extent(
+                self._layout.payload(extent.segment),
+                start,
+                arena.view[:size],
+                direct=self._config.direct_io,
+            )
+        except BaseException:
+            self._buffers.give_back(arena)
+            raise
+        right = []
+        for span in extent.spans:
+            place = span.start - start
+            data = arena.view[place : place + span.size]
+            right.append(_verify(namespace, span, data, got - place))
+        return arena, start, right
+
+    def _abandon(self, futures: Sequence[Future[tuple[Arena, int, list[Bools]]]]) -> None:
+        """Late reads end in our own memory; it is used again only after they have ended."""
+
+        def returned(future: Future[tuple[Arena, int, list[Bools]]]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                self._buffers.give_back(future.result()[0])
+
+        for future in futures:
+            if not future.cancel():
+                future.add_done_callback(returned)
+
+    def _missed(self, task: _Task, extent: _Extent, error: OSError) -> None:
+        late = isinstance(error, Late)
+        for span in extent.spans:
+            task.fail(span.request, int(span.wanted[0]))
+            telemetry.GET_PAGES.labels("late" if late else "failed").inc(len(span.wanted))
+            if not late:
+                # Answering yes again would make the engine ask again, for ever.
+                for grave in span.graves(np.ones(len(span.wanted), np.bool_)):
+                    self._index.discard(grave)
+        if time.monotonic() - self._last_complaint > 10:
+            self._last_complaint = time.monotonic()
+            why = f"no answer within {self._config.read_deadline} s" if late else str(error)
+            logger.error("kvtier: cannot read %s (%s): counted as a miss", extent.segment, why)
+
+
+def _verify(namespace: bytes, span: _Span, data: memoryview, there: int) -> Bools:
+    """Which parts of a span are what was stored. `there`: bytes the file had from its start."""
+    block, run, size = span.block, span.located.stored.run, span.block.part_bytes
+    count = len(span.wanted)
+    if there >= span.size and count == len(run):
+        seed = block_seed(namespace, block.column, run.keys)
+        if checksum(data, seed) == block.checksum:
+            return np.ones(count, np.bool_)
+    good = np.zeros(count, np.bool_)
+    for number in range(min(count, max(0, there) // size)):
+        position = span.first + number
+        seed = part_seed(namespace, block.column, run.key(position))
+        part = data[number * size : (number + 1) * size]
+        good[number] = checksum(part, seed) == int(block.part_checksums[position])
+    return good
+
+
+def _neighbours(positions: npt.NDArray[np.int64], longest: int) -> list[tuple[int, int]]:
+    """(start, end) of slices in which each position follows the one before."""
+    slices = []
+    start = 0
+    values = positions.tolist()
+    for index in range(1, len(values) + 1):
+        if (
+            index == len(values)
+            or values[index] != values[index - 1] + 1
+            or index - start >= longest
+        ):
+            slices.append((start, index))
+            start = index
+    return slices
+
+
+def _extents(spans: list[_Span]) -> list[_Extent]:
+    """Spans sorted by place and joined where they are neighbours, or nearly so."""
+    extents: list[_Extent] = []
+    for span in sorted(spans, key=lambda s: (s.located.stored.segment, s.start)):
+        segment, end = span.located.stored.segment, span.start + span.size
+        last = extents[-1] if extents else None
+        if (
+            last is None
+            or last.segment != segment
+            or span.start > last.end + GAP_BYTES
+            or max(end, last.end) - last.start > EXTENT_BYTES
+        ):
+            last = _Extent(segment, span.start, end)
+            extents.append(last)
+        last.end = max(last.end, end)
+        last.spans.append(span)
+    return extents

@@ -1,0 +1,146 @@
+"""The index's snapshot: one checksummed file, replaced as a whole, mapped by every process.
+
+It holds the frames of all live runs, where each came from, and a table from pages to runs. It is
+derived: a missing, older or damaged snapshot costs a replay of the manifests, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.format import ALIGNMENT, FORMAT_VERSION, FormatError, align, checksum, new_id
+from kvtier.layout import sync_directory
+from kvtier.pages import U64
+from kvtier.table import Table
+
+HEADER = struct.Struct("<4sIQQQ")
+"""magic, format version, bytes of the JSON document, its checksum, checksum of the arrays."""
+
+MAGIC = b"KVTS"
+
+ARRAYS = ("table_keys", "table_values", "row_frame", "row_manifest", "row_segment")
+"""Order in the file; all uint64. The frames follow and carry their own checksums."""
+
+
+@dataclass
+class Rows:
+    """Where runs came from, one entry a run. Shape (n,), `frame` (n + 1,)."""
+
+    frame: U64
+    """Offset of each run's frame in `frames`, and the end."""
+    manifest: U64
+    """Offset of the frame in its segment's manifest."""
+    segment: U64
+    """Number of the segment in the index's list."""
+
+    def __len__(self) -> int:
+        return len(self.manifest)
+
+    @classmethod
+    def empty(cls) -> Rows:
+        """No runs."""
+        none = np.zeros(0, np.uint64)
+        return cls(np.zeros(1, np.uint64), none, none)
+
+
+@dataclass
+class Snapshot:
+    """What the file holds. `state` is the small rest of the index as a JSON document."""
+
+    state: dict[str, Any]
+    table: Table
+    rows: Rows
+    frames: memoryview
+    _map: mmap.mmap | None = field(default=None, repr=False)
+
+    @classmethod
+    def load(cls, path: Path) -> Snapshot | None:
+        """The snapshot at `path`, mapped privately; None if there is no usable one."""
+        try:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError):
+            return None
+        try:
+            return cls._parse(mapped)
+        except (FormatError, KeyError, TypeError, ValueError, struct.error):
+            return None
+
+    @classmethod
+    def _parse(cls, mapped: mmap.mmap) -> Snapshot:
+        view = memoryview(mapped)
+        magic, version, length, document_sum, arrays_sum = HEADER.unpack_from(view)
+        if magic != MAGIC or version != FORMAT_VERSION:
+            raise FormatError("no snapshot of this format")
+        end = HEADER.size + length
+        text = bytes(view[HEADER.size : end])
+        if len(text) != length or checksum(text) != document_sum:
+            raise FormatError("snapshot document damaged")
+        document = json.loads(text)
+        start = offset = align(end)
+        arrays: dict[str, U64] = {}
+        for name in ARRAYS:
+            count = int(document["arrays"][name])
+            if offset + 8 * count > len(view):
+                raise FormatError("snapshot truncated")
+            arrays[name] = np.frombuffer(mapped, np.uint64, count, offset)
+            offset += 8 * count
+        if checksum(view[start:offset]) != arrays_sum:
+            raise FormatError("snapshot arrays damaged")
+        frames = view[offset : offset + int(document["frames"])]
+        rows = Rows(arrays["row_frame"], arrays["row_manifest"], arrays["row_segment"])
+        table = Table(arrays["table_keys"], arrays["table_values"], int(document["bits"]))
+        return cls(document["state"], table, rows, frames, mapped)
+
+    def save(self, path: Path) -> None:
+        """Replace the file at `path` atomically."""
+        arrays = (
+            self.table.keys,
+            self.table.values,
+            self.rows.frame,
+            self.rows.manifest,
+            self.rows.segment,
+        )
+        document = {
+            "state": self.state,
+            "bits": self.table.bits,
+            "frames": len(self.frames),
+            "arrays": {name: len(array) for name, array in zip(ARRAYS, arrays, strict=True)},
+        }
+        text = json.dumps(document, separators=(",", ":")).encode()
+        data = b"".join(array.astype("<u8").tobytes() for array in arrays)
+        head = HEADER.pack(MAGIC, FORMAT_VERSION, len(text), checksum(text), checksum(data))
+        scratch = path.with_name(f".{path.name}.{new_id().hex()}.tmp")
+        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(head + text)
+                file.write(bytes(-file.tell() % ALIGNMENT))
+                file.write(data)
+                file.write(self.frames)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+
+
+def compact(rows: Rows, frames: memoryview, keep: npt.NDArray[np.int64]) -> tuple[Rows, bytes]:
+    """Only the rows in `keep` (ascending), with their frames moved together."""
+    starts, ends = rows.frame[keep], rows.frame[keep + 1]
+    breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1
+    spans = np.split(np.arange(len(keep)), breaks) if len(keep) else []
+    pieces = [frames[int(starts[span[0]]) : int(ends[span[-1]])] for span in spans]
+    offsets = np.concatenate(([0], np.cumsum((ends - starts).astype(np.int64)))).astype(np.uint64)
+    return Rows(offsets, rows.manifest[keep], rows.segment[keep]), b"".join(pieces)

@@ -1,0 +1,25 @@
+"""Counters of the store, for Prometheus. In a server they appear on SGLang's own /metrics.
+
+Import it late: prometheus_client fixes its multi-process directory when it is first imported.
+"""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+PUT_PAGES = Counter("kvtier_put_pages", "Pages offered, by what became of them", ["outcome"])
+"""outcome: stored, known (already there), no_parent, no_room (staging full past the deadline),
+failed (a write or sync failed), too_large."""
+
+WRITTEN_BYTES = Counter("kvtier_written_bytes", "Payload made durable, in bytes")
+COMMITS = Counter("kvtier_commits", "Batches made durable")
+COMMIT_SECONDS = Histogram("kvtier_commit_seconds", "Time from a batch's first write to visible")
+UNCOMMITTED_BYTES = Gauge(
+    "kvtier_uncommitted_bytes",
+    "Payload accepted but not yet durable, in bytes",
+    multiprocess_mode="livesum",
+)
+
+GET_PAGES = Counter("kvtier_get_pages", "Pages asked for, by what became of them", ["outcome"])
+"""outcome: read, absent, damaged (checksum), failed (I/O error), late (deadline)."""
+
+READ_BYTES = Counter("kvtier_read_bytes", "Payload read and verified, in bytes")
+LOOKED_UP_PAGES = Counter("kvtier_lookup_pages", "Pages looked up, by answer", ["answer"])
