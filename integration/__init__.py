@@ -1,1 +1,1 @@
-"""Everything that knows SGLang: plugin, storage adapter, host-page access, identity of an engine."""
+"""Everything that knows SGLang: plugin, storage adapter, host pages, identity of an engine."""

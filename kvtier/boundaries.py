@@ -42,8 +42,8 @@ def restorable(
     A trailing pool has holes, so the longest boundary of each pool says nothing about the longest
     common one: 3 may be legal for one pool and 2 for another, and neither for both.
     """
-    kv_run = _run(kv)
-    runs = tuple(_run(present[:kv_run]) for present in all_pages)
+    kv_run = run_length(kv)
+    runs = tuple(run_length(present[:kv_run]) for present in all_pages)
     reach = min((kv_run, *runs))
     # legal[p - 1] answers for the prefix of p pages.
     legal = np.ones(reach, dtype=np.bool_)
@@ -56,7 +56,7 @@ def restorable(
     return BoundaryAnswer(kv_run, runs, tuple(ends), lengths)
 
 
-def _run(present: Bools) -> int:
+def run_length(present: Bools) -> int:
     """How many leading entries are True."""
     return len(present) if present.all() else int(present.argmin())
 

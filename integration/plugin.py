@@ -1,0 +1,218 @@
+"""The entry point of group `sglang.srt.plugins`: what kvtier changes in an unmodified SGLang.
+
+SGLang calls `load` once in every process, then applies the hooks; a plugin that raises and a hook
+whose target is gone are only logged. `missing` therefore looks afterwards whether all took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from kvtier.errors import KvtierError
+
+BACKEND = "kvtier"
+"""The name that --hicache-storage-backend gets."""
+
+_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
+_HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_ATTACHMENT = "sglang.srt.mem_cache.unified_cache.storage_attachment.StorageAttachment"
+_FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
+
+class Hook(NamedTuple):
+    """A function of ours on one of SGLang's, and the parameters of the latter that it relies on."""
+
+    target: str
+    type: HookType
+    function: Callable[..., Any]
+    parameters: tuple[str, ...]
+
+
+def load() -> None:
+    """Register the backend and all hooks."""
+    StorageBackendFactory.register_backend(BACKEND, "kvtier.integration.storage", "KvtierStorage")
+    for hook in HOOKS:
+        HookRegistry.register(hook.target, hook.function, hook.type)
+
+
+def missing() -> list[str]:
+    """What of SGLang kvtier relies on and doesn't find, in words; empty if all is well."""
+    found = [problem for hook in HOOKS if (problem := _problem(hook))]
+    if BACKEND not in StorageBackendFactory._registry:
+        found.append("StorageBackendFactory.register_backend (has not taken)")
+    try:
+        from kvtier.integration import contract
+    except (ImportError, AttributeError) as error:
+        return [*found, str(error)]
+    return found + contract.missing()
+
+
+def refuse_if_incomplete() -> None:
+    """Raise KvtierError with the names of what is missing."""
+    names = missing()
+    if names:
+        import sglang
+
+        raise KvtierError(
+            f"This SGLang ({sglang.__version__}) lacks what kvtier needs: {'; '.join(names)}. "
+            "Use SGLang 0.5.23, or a kvtier made for this version."
+        )
+
+
+# --- the hooks ----------------------------------------------------------------------------------
+
+
+def _offer_backend(result: None, parser: argparse.ArgumentParser) -> None:
+    """The flag's choices are a fixed list (arg_groups/fields/memory.py)."""
+    for action in parser._actions:
+        if action.dest == "hicache_storage_backend" and action.choices is not None:
+            action.choices = [*action.choices, BACKEND]
+
+
+def _check_before_start(server_args: Any) -> None:
+    """Arguments are resolved in the launcher, before any model is read."""
+    from kvtier.integration.preflight import check
+
+    check(server_args)
+
+
+def _build_backend(
+    original: Callable[..., Any], cls: type, backend_name: str, backend_class: type, *args: Any
+) -> Any:
+    """The factory raises for names it doesn't know. `args`: storage config, host pool."""
+    if backend_name != BACKEND:
+        return original(cls, backend_name, backend_class, *args)
+    refuse_if_incomplete()
+    return backend_class(*args)
+
+
+def _move_pages_by_address(result: None, controller: Any, *args: Any, **kwargs: Any) -> None:
+    """The page functions are chosen from a list of backend names (cache_controller.py:644)."""
+    if is_ours(controller):
+        controller.page_get_func = controller._page_get_zero_copy
+        controller.page_set_func = controller._page_set_zero_copy
+
+
+def _back_up_shards(result: bool, controller: Any, transfer: Any) -> bool:
+    """Where one rank writes what MLA replicates, the others still hold recurrent states and MHA
+    draft pools of their own; upstream stores the latter for Mooncake only."""
+    if result or not is_ours(controller):
+        return result
+    from kvtier.integration.engine import is_writer
+
+    entry = controller.mem_pool_host.entry_map.get(transfer.name)
+    return entry is not None and is_writer(
+        str(transfer.name), entry.host_pool, controller.storage_config
+    )
+
+
+def _pass_prefix_keys(
+    original: Callable[..., Any], attachment: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """A page's place in its chain comes only with `hicache_storage_pass_prefix_keys`.
+
+    Start and run-time attach both publish their settings through this one method.
+    """
+    if kwargs.get("enable_storage") and is_ours(attachment._cache.cache_controller):
+        kwargs["hicache_storage_pass_prefix_keys"] = True
+    return original(attachment, *args, **kwargs)
+
+
+def _forget_weights(updater: Any, *args: Any, **kwargs: Any) -> None:
+    """Weights replaced at run time make other pages under the same identity."""
+    from kvtier.integration.storage import weights_replaced
+
+    weights_replaced()
+
+
+def is_ours(controller: Any) -> bool:
+    """Whether a HiCache controller's storage backend is kvtier, by name or as dynamic one."""
+    from kvtier.integration.storage import KvtierStorage
+
+    backend = getattr(controller, "storage_backend", None)
+    # SGLang's failure injector for tests wraps the backend.
+    return isinstance(getattr(backend, "_backend", backend), KvtierStorage)
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        HookType.AFTER,
+        _offer_backend,
+        ("parser",),
+    ),
+    Hook(
+        "sglang.srt.server_args.ServerArgs.resolve_once",
+        HookType.BEFORE,
+        _check_before_start,
+        ("self",),
+    ),
+    Hook(
+        f"{_FACTORY}._create_builtin_backend",
+        HookType.AROUND,
+        _build_backend,
+        ("cls", "backend_name", "backend_class", "storage_config", "mem_pool_host"),
+    ),
+    Hook(
+        f"{_CONTROLLER}.attach_storage_backend",
+        HookType.AFTER,
+        _move_pages_by_address,
+        ("self", "storage_backend", "storage_backend_extra_config"),
+    ),
+    Hook(f"{_HYBRID}.should_backup", HookType.AFTER, _back_up_shards, ("self", "transfer")),
+    Hook(
+        f"{_ATTACHMENT}.apply_runtime_config",
+        HookType.AROUND,
+        _pass_prefix_keys,
+        ("self", "hicache_storage_pass_prefix_keys", "enable_storage"),
+    ),
+    *(
+        Hook(
+            f"{_UPDATER}.update_weights_from_{source}",
+            HookType.BEFORE,
+            _forget_weights,
+            ("self", "recv_req"),
+        )
+        for source in ("disk", "distributed", "tensor", "ipc")
+    ),
+)
+
+
+# --- whether they took --------------------------------------------------------------------------
+
+
+def _problem(hook: Hook) -> str | None:
+    owner, name = hook.target.rsplit(".", 1)
+    try:
+        function = inspect.getattr_static(pkgutil.resolve_name(owner), name)
+    except (ImportError, AttributeError):
+        return f"{hook.target} (not there)"
+    layers = list(_layers(getattr(function, "__func__", function)))
+    parameters = inspect.signature(layers[-1]).parameters
+    lost = [parameter for parameter in hook.parameters if parameter not in parameters]
+    if lost:
+        return f"{hook.target} (without {', '.join(lost)})"
+    if not any(hook.function is held for layer in layers for held in _held(layer)):
+        return f"{hook.target} (the hook has not taken)"
+    return None
+
+
+def _layers(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """A function and what it wraps, from the outside in."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)  # type: ignore[assignment]
+
+
+def _held(function: Callable[..., Any]) -> list[Any]:
+    """What a wrapper's closure holds: SGLang's keeps the hook there."""
+    cells = getattr(function, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells]
