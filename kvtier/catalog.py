@@ -140,6 +140,16 @@ class Catalog:
         """Entries that came since the snapshot."""
         return len(self._late)
 
+    @property
+    def late_runs(self) -> int:
+        """Runs that came since the snapshot."""
+        return len(self._late_runs)
+
+    def parents_since(self, mark: int) -> set[bytes]:
+        """Parents of the runs that came after the first `mark` late ones."""
+        runs = (decode_run(decode_frame(run.frame, 0).body) for run in self._late_runs[mark:])
+        return {run.parent for run in runs if run.parent}
+
     def __len__(self) -> int:
         """Live entries: a page counts once for each set of columns stored for it together."""
         return len(self._entries()[0])

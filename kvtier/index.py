@@ -79,13 +79,22 @@ class Index:
         """Namespaces that ever had a column in the files that are there."""
         return list(self._catalog.columns)
 
-    def last_used(self, namespace: bytes, key: bytes) -> int:
-        """Time in ns at which the page was last restored or extended; 0 if never noted."""
-        return self._catalog.used.get((namespace, key), 0)
+    def uses(self, namespace: bytes) -> dict[bytes, int]:
+        """Page key to the time in ns at which it was last restored or extended."""
+        used = list(self._catalog.used.items())
+        return {key: time_ns for (owner, key), time_ns in used if owner == namespace}
 
     def segments(self) -> list[Segment]:
         """The segments whose manifest is there."""
         return [s for s in self._catalog.segments if s.name in self._present]
+
+    def mark(self) -> int:
+        """A point in time for `parents_since`; void after `save` or `rebuild`."""
+        return self._catalog.late_runs
+
+    def parents_since(self, mark: int) -> set[bytes]:
+        """Parents of the runs that were read since the mark."""
+        return self._catalog.parents_since(mark)
 
     def health(self) -> Health:
         """Manifests, live writers, and damage seen so far."""

@@ -1,0 +1,277 @@
+"""Chains of pages: who hangs on whom, what can be reached and restored, what a session is.
+
+For tools (inspect, gc, fsck): built from all runs of an index, in flat arrays, without a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.catalog import StoredRun, page_prints
+from kvtier.index import Index
+from kvtier.pages import KEY_BYTES, ROOT, Bools
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Session:
+    """A leaf and the chain above it. Lengths in pages."""
+
+    key: bytes
+    """Key of the leaf's page."""
+    pages: int
+    restorable: int
+    """Longest prefix that has all its parts, and trailing parts at its end."""
+    tails: int
+    """Boundaries of the chain that have trailing parts."""
+    own_bytes: int
+    """Payload of the pages that no other session shares."""
+    bytes: int
+    """Payload of the whole chain."""
+    used_ns: int
+    """When it was last restored or extended, in ns since 1970."""
+
+
+@dataclass(frozen=True)
+class Chains:
+    """All pages of one namespace. Arrays of shape (n,) over pages unless said otherwise."""
+
+    namespace: bytes
+    keys: npt.NDArray[np.uint8]
+    """(n, 32)"""
+    parent: Ints
+    """Index of the page before; n at the start of a chain, n + 1 if it is not stored."""
+    depth: Ints
+    """Pages up to and with this one."""
+    complete: Bools
+    """It has a part in every column that is needed at every page."""
+    reachable: Bools
+    """It and all pages before it are complete."""
+    restorable: Bools
+    """Reachable, and with all trailing parts if the namespace has trailing columns."""
+    tail: Bools
+    """It has trailing parts."""
+    bytes: Ints
+    """Payload of all its parts."""
+    used_ns: Ints
+    """Latest time at which it, or a page below it, was stored, restored or extended."""
+    children: Ints
+    """Number of pages that hang on it."""
+    parts: Ints
+    """(m,): page of each stored part; `part_run` and `part_position` say where it is."""
+    part_run: Ints
+    part_position: Ints
+    runs: list[StoredRun]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def leaves(self) -> Ints:
+        """Pages nothing hangs on, complete or not, without those that have only trailing parts."""
+        return np.flatnonzero((self.children == 0) & (self.complete | ~self.tail))
+
+    def sessions(self) -> list[Session]:
+        """One for each leaf, last used first."""
+        if not len(self):
+            return []
+        leaves = self.leaves()
+        kept = _nearest(self.parent, self.restorable)
+        tails = _sum_to_root(self.parent, self.tail.astype(np.int64))
+        total = _sum_to_root(self.parent, self.bytes)
+        shared = _nearest(self.parent, self._forks())
+        depth = np.append(self.depth, (0, 0))
+        above = np.append(total, (0, 0))
+        leaves = leaves[np.argsort(-self.used_ns[leaves], kind="stable")]
+        return [
+            Session(
+                self.keys[leaf].tobytes(),
+                int(self.depth[leaf]),
+                int(depth[kept[leaf]]),
+                int(tails[leaf]),
+                int(total[leaf] - above[shared[leaf]]),
+                int(total[leaf]),
+                int(self.used_ns[leaf]),
+            )
+            for leaf in leaves.tolist()
+        ]
+
+    def _forks(self) -> Bools:
+        """Pages that more than one leaf hangs on, somewhere below."""
+        below = np.zeros(len(self) + 2, np.int64)
+        below[self.leaves()] = 1
+        for level in _levels(self.depth):
+            np.add.at(below, self.parent[level], below[level])
+        return below[:-2] > 1
+
+
+def chains(index: Index) -> list[Chains]:
+    """The chains of every namespace that has a live page."""
+    by_namespace: dict[bytes, list[StoredRun]] = {}
+    for stored in index.runs():
+        by_namespace.setdefault(stored.run.namespace, []).append(stored)
+    return [
+        build(namespace, runs, index.uses(namespace)) for namespace, runs in by_namespace.items()
+    ]
+
+
+def build(namespace: bytes, runs: list[StoredRun], uses: dict[bytes, int]) -> Chains:
+    """The chains of one namespace from its live runs and {page key: time in ns}."""
+    columns = {block.column: stored.run.trailing for stored in runs for block in stored.run.blocks}
+    needed = {column for column, trailing in columns.items() if not trailing}
+    trailing = columns.keys() - needed
+    keys, parents, linked, run_of, position_of, size, time_ns = _flatten(runs)
+    _, first, page = np.unique(page_prints(keys.tobytes()), return_index=True, return_inverse=True)
+    count = len(first)
+    parts = _Parts(page, run_of)
+    has = _columns_of(runs, parts, needed | trailing, count)
+    complete = np.ones(count, np.bool_)
+    for column in needed:
+        complete &= has[column]
+    tail = np.zeros(count, np.bool_)
+    tails_whole = np.ones(count, np.bool_)
+    for column in trailing:
+        tail |= has[column]
+        tails_whole &= has[column]
+    parent = _parents(keys, first, page, parents, linked, count)
+    reachable = _all_to_root(parent, complete)
+    depth = _sum_to_root(parent, np.ones(count, np.int64))
+    total = np.zeros(count, np.int64)
+    np.add.at(total, page, size)
+    used = np.zeros(count + 2, np.int64)
+    np.maximum.at(used, page, time_ns)
+    places = {keys[at].tobytes(): number for number, at in enumerate(first.tolist())}
+    for key, when in uses.items():
+        if key in places:
+            used[places[key]] = max(used[places[key]], when)
+    for level in _levels(depth):
+        np.maximum.at(used, parent[level], used[level])
+    return Chains(
+        namespace=namespace,
+        keys=keys[first],
+        parent=parent,
+        depth=depth,
+        complete=complete,
+        reachable=reachable,
+        restorable=reachable & tails_whole,
+        tail=tail,
+        bytes=total,
+        used_ns=used[:-2],
+        children=np.bincount(parent, minlength=count + 2)[:count],
+        parts=page,
+        part_run=run_of,
+        part_position=position_of,
+        runs=runs,
+    )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    page: Ints
+    run: Ints
+
+
+def _flatten(
+    runs: list[StoredRun],
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], Ints, Ints, Ints, Ints, Ints]:
+    """One entry a live page of each run: key (m, 32), parent's key (m, 32), how it is linked
+    (0 unknown, 1 start of a chain, 2 has a parent), run, position, bytes, time in ns."""
+    keys, parents, linked, run_of, position_of, size, time_ns = [], [], [], [], [], [], []
+    for number, stored in enumerate(runs):
+        run, at = stored.run, stored.positions
+        all_keys = np.frombuffer(run.keys, np.uint8).reshape(-1, KEY_BYTES)
+        head = np.frombuffer((run.parent or ROOT).ljust(KEY_BYTES, b"\0"), np.uint8)
+        before = np.concatenate((head[None], all_keys[:-1]))
+        link = np.full(len(run), 2)
+        link[0] = 0 if run.parent is None else (1 if run.parent == ROOT else 2)
+        keys.append(all_keys[at])
+        parents.append(before[at])
+        linked.append(link[at])
+        run_of.append(np.full(len(at), number))
+        position_of.append(at)
+        size.append(np.full(len(at), sum(block.part_bytes for block in run.blocks)))
+        time_ns.append(np.full(len(at), stored.time_ns))
+    joined = [
+        np.concatenate(p) for p in (keys, parents, linked, run_of, position_of, size, time_ns)
+    ]
+    return tuple(joined)  # type: ignore[return-value]
+
+
+def _columns_of(
+    runs: list[StoredRun], parts: _Parts, columns: Iterable[int], count: int
+) -> dict[int, Bools]:
+    """For each column, which pages have a part in it."""
+    has = {}
+    for column in columns:
+        with_column = np.array([s.run.block(column) is not None for s in runs], np.bool_)
+        pages = np.zeros(count, np.bool_)
+        pages[parts.page[with_column[parts.run]]] = True
+        has[column] = pages
+    return has
+
+
+def _parents(
+    keys: npt.NDArray[np.uint8],
+    first: Ints,
+    page: Ints,
+    parents: npt.NDArray[np.uint8],
+    linked: Ints,
+    count: int,
+) -> Ints:
+    """Index of each page's parent: `count` for none, `count` + 1 if it is not stored. A known
+    parent wins over an unknown one."""
+    prints = page_prints(keys[first].tobytes())
+    wanted = page_prints(parents.tobytes())
+    place = np.searchsorted(prints, wanted)
+    place[place == count] = 0
+    found = np.where(prints[place] == wanted, place, count + 1)
+    found[linked != 2] = count
+    parent: Ints = np.full(count, count, np.int64)
+    order = np.argsort(linked, kind="stable")
+    parent[page[order]] = found[order]
+    return parent
+
+
+def _levels(depth: Ints) -> list[Ints]:
+    """Pages by depth, deepest first."""
+    order = np.argsort(-depth, kind="stable")
+    cuts = np.flatnonzero(np.diff(depth[order])) + 1
+    return np.split(order, cuts) if len(order) else []
+
+
+def _doubled(parent: Ints) -> Ints:
+    """Parents with the two places past the end, which are their own."""
+    count = len(parent)
+    return np.append(parent, (count, count + 1))
+
+
+def _all_to_root(parent: Ints, value: Bools) -> Bools:
+    """Whether `value` holds for a page and all before it."""
+    above, holds = _doubled(parent), np.append(value, (True, False))
+    for _ in range(max(1, len(parent)).bit_length() + 1):
+        holds = holds & holds[above]
+        above = above[above]
+    return holds[:-2]
+
+
+def _sum_to_root(parent: Ints, value: Ints) -> Ints:
+    """Sum of `value` over a page and all before it."""
+    above, total = _doubled(parent), np.append(value, (0, 0))
+    for _ in range(max(1, len(parent)).bit_length() + 1):
+        total = total + np.where(above < len(parent), total[above], 0)
+        above = above[above]
+    return total[:-2]
+
+
+def _nearest(parent: Ints, marked: Bools) -> Ints:
+    """The deepest marked page at or before each page; a place past the end if none."""
+    above = _doubled(parent)
+    own = np.arange(len(parent))
+    step = np.append(np.where(marked, own, parent), above[-2:])
+    for _ in range(max(1, len(parent)).bit_length() + 1):
+        step = step[step]
+    return step[:-2]
