@@ -284,3 +284,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def prompt_tokens(seed: int, count: int) -> list[int]:
+    """A prompt of `count` token ids of the tiny models, the same for the same seed."""
+    return [8 + (seed + 7 * i * i + i) % 500 for i in range(count)]
+
+
+def cacheable_tokens(count: int) -> int:
+    """How much of a prompt of `count` tokens SGLang can take from its caches: whole pages, and
+    never the last token, from which the first output token is computed."""
+    return (count - 1) // PAGE_SIZE * PAGE_SIZE

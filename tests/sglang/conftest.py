@@ -1,0 +1,8 @@
+"""Tests with real SGLang on a machine without a GPU."""
+
+import os
+import sys
+from pathlib import Path
+
+# ninja, which builds HiCache's page hash at first use, lies beside this interpreter.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
