@@ -96,7 +96,9 @@ def _build_backend(
 
 def _move_pages_by_address(result: None, controller: Any, *args: Any, **kwargs: Any) -> None:
     """The page functions are chosen from a list of backend names (cache_controller.py:644)."""
-    if is_ours(controller):
+    backend = ours(controller)
+    if backend is not None:
+        backend.parents_first = controller.write_policy != "write_back"
         controller.page_get_func = controller._page_get_zero_copy
         controller.page_set_func = controller._page_set_zero_copy
 
@@ -104,7 +106,7 @@ def _move_pages_by_address(result: None, controller: Any, *args: Any, **kwargs: 
 def _back_up_shards(result: bool, controller: Any, transfer: Any) -> bool:
     """Where one rank writes what MLA replicates, the others still hold recurrent states and MHA
     draft pools of their own; upstream stores the latter for Mooncake only."""
-    if result or not is_ours(controller):
+    if result or ours(controller) is None:
         return result
     from kvtier.integration.engine import is_writer
 
@@ -121,7 +123,7 @@ def _pass_prefix_keys(
 
     Start and run-time attach both publish their settings through this one method.
     """
-    if kwargs.get("enable_storage") and is_ours(attachment._cache.cache_controller):
+    if kwargs.get("enable_storage") and ours(attachment._cache.cache_controller) is not None:
         kwargs["hicache_storage_pass_prefix_keys"] = True
     return original(attachment, *args, **kwargs)
 
@@ -133,13 +135,14 @@ def _forget_weights(updater: Any, *args: Any, **kwargs: Any) -> None:
     weights_replaced()
 
 
-def is_ours(controller: Any) -> bool:
-    """Whether a HiCache controller's storage backend is kvtier, by name or as dynamic one."""
+def ours(controller: Any) -> Any:
+    """The KvtierStorage of a HiCache controller, by name or as dynamic backend; else None."""
     from kvtier.integration.storage import KvtierStorage
 
     backend = getattr(controller, "storage_backend", None)
     # SGLang's failure injector for tests wraps the backend.
-    return isinstance(getattr(backend, "_backend", backend), KvtierStorage)
+    backend = getattr(backend, "_backend", backend)
+    return backend if isinstance(backend, KvtierStorage) else None
 
 
 HOOKS = (

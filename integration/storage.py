@@ -116,6 +116,8 @@ class KvtierStorage(HiCacheStorage):
         self.config = Config.load(extra, os.environ)
         self.rank = storage_config
         self.complaints = Complaints()
+        self.parents_first = True
+        """SGLang offers a page's parent before the page. Under write_back it evicts leaves first."""
         self.pools: dict[str, HostPages] = {}
         self._columns: dict[str, Column] = {}
         self._lock = threading.Lock()
@@ -194,9 +196,11 @@ class KvtierStorage(HiCacheStorage):
         if self._namespace is None:
             with self._lock:
                 if self._namespace is None and self._store is not None and self._weights:
-                    writes_kv = engine.is_writer(KV, self.pools[KV].pool, self.rank)
+                    judges = self.parents_first and engine.is_writer(
+                        KV, self.pools[KV].pool, self.rank
+                    )
                     self._namespace = self._store.namespace(
-                        self._identity(self._weights), self._columns[KV] if writes_kv else None
+                        self._identity(self._weights), self._columns[KV] if judges else None
                     )
         return self._namespace
 
