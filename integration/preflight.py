@@ -92,7 +92,7 @@ def check_store(config: Config) -> None:
     One that can't be reached costs only the tier: the ranks say so when they open it.
     """
     try:
-        Layout.open(store_path(config.root or default_root()), create=True)
+        Layout.open(store_path(config.root or default_root(os.environ)), create=True)
     except StoreError as error:
         if not isinstance(error.__cause__, OSError):
             raise
