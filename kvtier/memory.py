@@ -92,7 +92,7 @@ class Ring:
                 return None
             cost = self._cost(size)
             assert cost is not None
-            start = 0 if cost > size else self._head
+            start = self._head if self._head + size <= self._arena.size else 0
             self._head = start + size
             self._used += cost
             self._taken.append((start, cost))
