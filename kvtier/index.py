@@ -86,7 +86,8 @@ class Index:
 
     def segments(self) -> list[Segment]:
         """The segments whose manifest is there."""
-        return [s for s in self._catalog.segments if s.name in self._present]
+        with self._reading:
+            return [s for s in self._catalog.segments if s.name in self._present]
 
     def mark(self) -> int:
         """A point in time for `parents_since`; void after `save` or `rebuild`."""
@@ -148,7 +149,8 @@ class Index:
         OSError if it cannot be written; the old one stays.
         """
         path = self._layout.index / SNAPSHOT
-        with self._reading, self._layout.lock():
+        # In this order, which is that of the committer: it reads while it holds the store's lock.
+        with self._layout.lock(), self._reading:
             self._read_tails(self._catalog)
             snapshot = self._catalog.compacted(self.segments())
             snapshot.save(path)
