@@ -91,7 +91,7 @@ class Stack:
     """Pages of the prompt that the tests use."""
 
 
-def _mla_pool(**kit: Any) -> MLATokenToKVPool:
+def mla_pool(**kit: Any) -> MLATokenToKVPool:
     return MLATokenToKVPool(kv_lora_rank=512, qk_rope_head_dim=64, **_common(kit))
 
 
@@ -193,7 +193,7 @@ STACKS = {
             frozenset({"kv", "mamba"}),
             layouts=PAGE_FIRST,
         ),
-        Stack("mla", _MHA, frozenset({"kv"}), _mla_pool),
+        Stack("mla", _MHA, frozenset({"kv"}), mla_pool),
         Stack("dsa", _MHA, frozenset({"kv", "indexer"}), _dsa_pool),
         Stack(
             "deepseek-v4",
@@ -257,8 +257,13 @@ def device_bytes(entry: PoolEntry, slots: torch.Tensor) -> bytes:
 
 
 def host_bytes(entry: PoolEntry, slots: torch.Tensor) -> bytes:
-    """The bytes of one host page, read by SGLang's own page copy, not through pointers."""
-    return _raw(entry.host_pool.get_data_page(int(slots[0])))
+    """The bytes of one host page: `slots` are its host slots."""
+    return page_bytes(entry.host_pool, int(slots[0]))
+
+
+def page_bytes(host_pool: Any, slot: int) -> bytes:
+    """The bytes of the host page at `slot`, by SGLang's own page copy, not through pointers."""
+    return _raw(host_pool.get_data_page(slot))
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
