@@ -51,21 +51,19 @@ class SegmentWriter:
         self.manifest_size = 0
         self._store_id = layout.store_id
         self._sequence = 0
-        payload, manifest = layout.payload(self.name), layout.manifest(self.name)
+        manifest = layout.manifest(self.name)
         hidden = manifest.with_name(f".{manifest.name}.tmp")
         create = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        self._data, self._direct = open_direct(payload, create, direct=direct)
+        self._log = os.open(hidden, create | os.O_CLOEXEC, 0o600)
         try:
-            self._log = os.open(hidden, create | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._log, fcntl.LOCK_EX)
-            layout.adopt(payload)
             layout.adopt(hidden)
             hidden.rename(manifest)
+            self._data, self._direct = open_direct(layout.payload(self.name), create, direct=direct)
+            layout.adopt(layout.payload(self.name))
             sync_directory(layout.segments)
         except BaseException:
-            os.close(self._data)
-            payload.unlink(missing_ok=True)
-            hidden.unlink(missing_ok=True)
+            os.close(self._log)
             raise
 
     def reserve(self, size: int) -> int:

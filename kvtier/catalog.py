@@ -21,6 +21,7 @@ from kvtier.format import (
     FrameType,
     Grave,
     Run,
+    align,
     checksum,
     decode_columns,
     decode_frame,
@@ -57,6 +58,8 @@ class Segment:
     """Its writer may still append."""
     damaged: int = 0
     """Places that held no frame: between good ones, or at the end of a writer that died."""
+    payload_end: int = 0
+    """End of the last block that a frame of the manifest names."""
     unreadable: str = ""
     """Why the manifest could not be read the last time; empty if it could."""
 
@@ -304,6 +307,9 @@ class Catalog:
         return StoredRun(segment.name, manifest, known[0], known[1], positions)
 
     def _add_run(self, segment: Segment, offset: int, run: Run, data: bytes) -> None:
+        segment.payload_end = max(
+            segment.payload_end, *(block.offset + align(block.size) for block in run.blocks), 0
+        )
         if offset < self._wipes.get((run.namespace, segment.ident), 0):
             return
         salt = self._family(run.namespace, tuple(sorted(b.column for b in run.blocks)))
@@ -398,7 +404,7 @@ class Catalog:
         """
         applied = {segment.ident: segment.applied for segment in present}
         return {
-            "segments": [(s.name, s.applied, s.live, s.damaged) for s in present],
+            "segments": [(s.name, s.applied, s.live, s.damaged, s.payload_end) for s in present],
             "families": [
                 (namespace.hex(), columns)
                 for namespace, families in self._families.items()
@@ -428,11 +434,11 @@ class Catalog:
         }
 
     def _load_state(self, state: dict[str, Any]) -> None:
-        for name, applied, live, damaged in state["segments"]:
+        for name, applied, live, damaged, payload_end in state["segments"]:
             self.add_segment(name)
             segment = self.segments[-1]
             segment.applied = segment.seen = applied
-            segment.live, segment.damaged = live, damaged
+            segment.live, segment.damaged, segment.payload_end = live, damaged, payload_end
         for namespace, columns in state["families"]:
             self._family(bytes.fromhex(namespace), tuple(columns))
         for namespace, named in state["columns"].items():

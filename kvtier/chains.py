@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -124,11 +125,11 @@ def build(namespace: bytes, runs: list[StoredRun], uses: dict[bytes, int]) -> Ch
     columns = {block.column: stored.run.trailing for stored in runs for block in stored.run.blocks}
     needed = {column for column, trailing in columns.items() if not trailing}
     trailing = columns.keys() - needed
-    keys, parents, linked, run_of, position_of, size, time_ns = _flatten(runs)
-    _, first, page = np.unique(page_prints(keys.tobytes()), return_index=True, return_inverse=True)
+    parts = _flatten(runs)
+    prints = page_prints(parts.keys.tobytes())
+    _, first, page = np.unique(prints, return_index=True, return_inverse=True)
     count = len(first)
-    parts = _Parts(page, run_of)
-    has = _columns_of(runs, parts, needed | trailing, count)
+    has = _columns_of(runs, parts, page, needed | trailing)
     complete = np.ones(count, np.bool_)
     for column in needed:
         complete &= has[column]
@@ -137,14 +138,14 @@ def build(namespace: bytes, runs: list[StoredRun], uses: dict[bytes, int]) -> Ch
     for column in trailing:
         tail |= has[column]
         tails_whole &= has[column]
-    parent = _parents(keys, first, page, parents, linked, count)
+    parent = _parents(parts, first, page)
     reachable = _all_to_root(parent, complete)
     depth = _sum_to_root(parent, np.ones(count, np.int64))
     total = np.zeros(count, np.int64)
-    np.add.at(total, page, size)
+    np.add.at(total, page, parts.size)
     used = np.zeros(count + 2, np.int64)
-    np.maximum.at(used, page, time_ns)
-    places = {keys[at].tobytes(): number for number, at in enumerate(first.tolist())}
+    np.maximum.at(used, page, parts.time_ns)
+    places = {parts.keys[at].tobytes(): number for number, at in enumerate(first.tolist())}
     for key, when in uses.items():
         if key in places:
             used[places[key]] = max(used[places[key]], when)
@@ -152,7 +153,7 @@ def build(namespace: bytes, runs: list[StoredRun], uses: dict[bytes, int]) -> Ch
         np.maximum.at(used, parent[level], used[level])
     return Chains(
         namespace=namespace,
-        keys=keys[first],
+        keys=parts.keys[first],
         parent=parent,
         depth=depth,
         complete=complete,
@@ -163,75 +164,68 @@ def build(namespace: bytes, runs: list[StoredRun], uses: dict[bytes, int]) -> Ch
         used_ns=used[:-2],
         children=np.bincount(parent, minlength=count + 2)[:count],
         parts=page,
-        part_run=run_of,
-        part_position=position_of,
+        part_run=parts.run,
+        part_position=parts.position,
         runs=runs,
     )
 
 
-@dataclass(frozen=True)
-class _Parts:
-    page: Ints
+class _Parts(NamedTuple):
+    """One entry a live page of each run; arrays of shape (m,) unless said otherwise."""
+
+    keys: npt.NDArray[np.uint8]
+    """(m, 32)"""
+    parents: npt.NDArray[np.uint8]
+    """(m, 32)"""
+    link: Ints
+    """0: parent unknown, 1: start of a chain, 2: has a parent."""
     run: Ints
+    position: Ints
+    size: Ints
+    time_ns: Ints
 
 
-def _flatten(
-    runs: list[StoredRun],
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], Ints, Ints, Ints, Ints, Ints]:
-    """One entry a live page of each run: key (m, 32), parent's key (m, 32), how it is linked
-    (0 unknown, 1 start of a chain, 2 has a parent), run, position, bytes, time in ns."""
-    keys, parents, linked, run_of, position_of, size, time_ns = [], [], [], [], [], [], []
+def _flatten(runs: list[StoredRun]) -> _Parts:
+    pieces = []
     for number, stored in enumerate(runs):
         run, at = stored.run, stored.positions
-        all_keys = np.frombuffer(run.keys, np.uint8).reshape(-1, KEY_BYTES)
+        keys = np.frombuffer(run.keys, np.uint8).reshape(-1, KEY_BYTES)
         head = np.frombuffer((run.parent or ROOT).ljust(KEY_BYTES, b"\0"), np.uint8)
-        before = np.concatenate((head[None], all_keys[:-1]))
+        before = np.concatenate((head[None], keys[:-1]))
         link = np.full(len(run), 2)
         link[0] = 0 if run.parent is None else (1 if run.parent == ROOT else 2)
-        keys.append(all_keys[at])
-        parents.append(before[at])
-        linked.append(link[at])
-        run_of.append(np.full(len(at), number))
-        position_of.append(at)
-        size.append(np.full(len(at), sum(block.part_bytes for block in run.blocks)))
-        time_ns.append(np.full(len(at), stored.time_ns))
-    joined = [
-        np.concatenate(p) for p in (keys, parents, linked, run_of, position_of, size, time_ns)
-    ]
-    return tuple(joined)  # type: ignore[return-value]
+        size = sum(block.part_bytes for block in run.blocks)
+        of_run = (np.full(len(at), value) for value in (number, size, stored.time_ns))
+        numbers, sizes, times = of_run
+        pieces.append((keys[at], before[at], link[at], numbers, at, sizes, times))
+    return _Parts(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
 
 def _columns_of(
-    runs: list[StoredRun], parts: _Parts, columns: Iterable[int], count: int
+    runs: list[StoredRun], parts: _Parts, page: Ints, columns: Iterable[int]
 ) -> dict[int, Bools]:
     """For each column, which pages have a part in it."""
     has = {}
     for column in columns:
         with_column = np.array([s.run.block(column) is not None for s in runs], np.bool_)
-        pages = np.zeros(count, np.bool_)
-        pages[parts.page[with_column[parts.run]]] = True
+        pages = np.zeros(int(page.max()) + 1, np.bool_)
+        pages[page[with_column[parts.run]]] = True
         has[column] = pages
     return has
 
 
-def _parents(
-    keys: npt.NDArray[np.uint8],
-    first: Ints,
-    page: Ints,
-    parents: npt.NDArray[np.uint8],
-    linked: Ints,
-    count: int,
-) -> Ints:
-    """Index of each page's parent: `count` for none, `count` + 1 if it is not stored. A known
-    parent wins over an unknown one."""
-    prints = page_prints(keys[first].tobytes())
-    wanted = page_prints(parents.tobytes())
+def _parents(parts: _Parts, first: Ints, page: Ints) -> Ints:
+    """Index of each page's parent: n for none, n + 1 if it is not stored. Where parts of a page
+    differ in what they know, the one that knows a parent wins."""
+    count = len(first)
+    prints = page_prints(parts.keys[first].tobytes())
+    wanted = page_prints(parts.parents.tobytes())
     place = np.searchsorted(prints, wanted)
     place[place == count] = 0
     found = np.where(prints[place] == wanted, place, count + 1)
-    found[linked != 2] = count
+    found[parts.link != 2] = count
     parent: Ints = np.full(count, count, np.int64)
-    order = np.argsort(linked, kind="stable")
+    order = np.argsort(parts.link, kind="stable")
     parent[page[order]] = found[order]
     return parent
 

@@ -21,6 +21,7 @@ SUPERBLOCK = "kvtier.json"
 SEGMENTS = "segments"
 NAMESPACES = "namespaces"
 INDEX = "index"
+LOCK = "lock"
 PAYLOAD_SUFFIX = ".kvs"
 MANIFEST_SUFFIX = ".kvm"
 
@@ -98,7 +99,7 @@ class Layout:
 
         It ends with the process that holds it, also after kill -9.
         """
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             yield
@@ -152,7 +153,7 @@ def _create(path: Path) -> None:
         foreign = sorted(
             entry.name
             for entry in path.iterdir()
-            if entry.name not in (SEGMENTS, NAMESPACES, INDEX, "lock", "lost+found")
+            if entry.name not in (SEGMENTS, NAMESPACES, INDEX, LOCK, "lost+found")
             and not entry.name.startswith(".kvtier.json.")
         )
         if foreign:

@@ -19,6 +19,9 @@ from kvtier.space import reclaim
 _ROUNDS = 8
 """Freeing is measured and repeated: shared blocks of the file system make estimates short."""
 
+_SETTLE_NS = 60_000_000_000
+"""A page that is still incomplete after this time stays so."""
+
 Progress = Callable[[str], None]
 
 
@@ -32,8 +35,10 @@ class Collected:
     pages: int = 0
     pages_by_namespace: dict[bytes, int] = field(default_factory=dict)
     """Pages forgotten in each namespace."""
-    sessions_touched: int = 0
+    sessions: int = 0
     """Sessions that lost their end."""
+    leaves: set[bytes] = field(default_factory=set, repr=False)
+    """Leaves there were before."""
 
     @property
     def enough(self) -> bool:
@@ -63,6 +68,7 @@ def collect(
     if dry_run:
         progress("choosing pages")
         found = chains(index)
+        result.leaves = _leaves(found)
         victims = _choose(found, before - limit)
         _count(result, victims)
         result.after = before - sum(int(c.bytes[v].sum()) for c, v in victims)
@@ -74,6 +80,7 @@ def collect(
             break
         progress("choosing pages")
         found = chains(index)
+        result.leaves = result.leaves or _leaves(found)
         mark = index.mark()
         victims = _choose(found, result.after - limit)
         if not victims:
@@ -103,8 +110,10 @@ def _choose(found: list[Chains], need: int) -> Victims:
         return []
     owner = np.concatenate([np.full(len(c), number) for number, c in enumerate(found)])
     page = np.concatenate([np.arange(len(c)) for c in found])
-    useful = np.concatenate([c.reachable for c in found])
     used = np.concatenate([c.used_ns for c in found])
+    # Parts of a family that other ranks are about to commit are no reason to drop the rest.
+    young = used > time.time_ns() - _SETTLE_NS
+    useful = np.concatenate([c.reachable for c in found]) | young
     depth = np.concatenate([c.depth for c in found])
     size = np.concatenate([c.bytes for c in found])
     # A page's last use is never older than that of what hangs on it, and its depth is less, so in
@@ -121,6 +130,10 @@ def _choose(found: list[Chains], need: int) -> Victims:
     ]
 
 
+def _leaves(found: list[Chains]) -> set[bytes]:
+    return {c.keys[leaf].tobytes() for c in found for leaf in c.leaves().tolist()}
+
+
 def _spare_parents(victims: Victims, parents: set[bytes]) -> Victims:
     """Without the pages that something was hung on since they were chosen, and what is above."""
     if not parents:
@@ -128,11 +141,11 @@ def _spare_parents(victims: Victims, parents: set[bytes]) -> Victims:
     spared = []
     for c, pages in victims:
         keep = np.zeros(len(c) + 2, np.bool_)
-        for number in pages.tolist():
-            if c.keys[number].tobytes() in parents:
-                while number < len(c) and not keep[number]:
-                    keep[number] = True
-                    number = int(c.parent[number])
+        for page in pages.tolist():
+            above = page if c.keys[page].tobytes() in parents else len(c)
+            while above < len(c) and not keep[above]:
+                keep[above] = True
+                above = int(c.parent[above])
         spared.append((c, pages[~keep[pages]]))
     return [(c, pages) for c, pages in spared if len(pages)]
 
@@ -173,4 +186,4 @@ def _count(result: Collected, victims: Victims) -> None:
         result.pages += len(pages)
         known = result.pages_by_namespace.get(c.namespace, 0)
         result.pages_by_namespace[c.namespace] = known + len(pages)
-        result.sessions_touched += int((c.children[pages] == 0).sum())
+        result.sessions += sum(c.keys[page].tobytes() in result.leaves for page in pages.tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections import defaultdict
 
 import numpy as np
@@ -15,7 +16,6 @@ from kvtier.format import (
     ALIGNMENT,
     FormatError,
     FrameType,
-    decode_run,
     decode_tombstone,
     decode_wipe,
     scan_frames,
@@ -25,6 +25,9 @@ from kvtier.layout import PAYLOAD_SUFFIX, Layout, segment_id
 
 _SLACK_BYTES = 16 << 10
 """Space below this is not worth a system call: the file system's own blocks look the same."""
+
+_SCRATCH_SECONDS = 60.0
+"""A manifest gets its name within moments of its creation."""
 
 _NO_HOLES = (errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -43,6 +46,8 @@ def reclaim(layout: Layout, index: Index) -> int:
         holes = True
         present = {segment.ident for segment in index.segments()}
         for segment in index.segments():
+            if segment.unreadable:
+                continue  # what it holds is not known now
             extents = live.get(segment.name, np.zeros((0, 2), np.int64))
             if not segment.live and not len(extents):
                 _remove(layout, segment, present)
@@ -86,7 +91,8 @@ def _punch_dead(layout: Layout, segment: Segment, live: Extents) -> bool:
     used = int((live[:, 1] - live[:, 0]).sum())
     if status.st_blocks * 512 <= used + _SLACK_BYTES:
         return True
-    end = _committed_end(layout, segment) if segment.live else status.st_size
+    # What a running writer has not committed yet lies behind what its manifest names.
+    end = segment.payload_end if segment.live else status.st_size
     edges = np.concatenate(([0], live.ravel(), [max(end, int(live.max(initial=0)))]))
     try:
         for start, stop in edges.reshape(-1, 2).tolist():
@@ -96,20 +102,6 @@ def _punch_dead(layout: Layout, segment: Segment, live: Extents) -> bool:
             return False
         raise
     return True
-
-
-def _committed_end(layout: Layout, segment: Segment) -> int:
-    """End of the last block that the manifest names: what follows may still be on its way."""
-    end = 0
-    for _, frame, _ in scan_frames(layout.manifest(segment.name).read_bytes()):
-        if frame is None or frame.type != FrameType.RUN:
-            continue
-        try:
-            run = decode_run(frame.body)
-        except FormatError:
-            continue
-        end = max(end, *(block.offset + block.size for block in run.blocks), 0)
-    return end
 
 
 def _remove(layout: Layout, segment: Segment, present: set[bytes]) -> None:
@@ -145,15 +137,18 @@ def _still_needed(layout: Layout, segment: Segment, present: set[bytes]) -> bool
 
 
 def _remove_orphans(layout: Layout, index: Index) -> None:
-    """Remove payload whose manifest is gone: left by a power cut between the two."""
+    """Remove what a process that died left without a use: payload whose manifest is gone, and
+    scratch files. Manifests get their names before payload is made, and snapshots are written
+    under the lock held here, so none of it belongs to anybody alive."""
     known = {segment.name for segment in index.segments()}
     with os.scandir(layout.segments) as entries:
         names = [entry.name for entry in entries if entry.name.endswith(PAYLOAD_SUFFIX)]
     for name in names:
         stem = name.removesuffix(PAYLOAD_SUFFIX)
-        if (
-            segment_id(stem) is not None
-            and stem not in known
-            and not layout.manifest(stem).exists()
-        ):
+        if segment_id(stem) and stem not in known and not layout.manifest(stem).exists():
             layout.payload(stem).unlink(missing_ok=True)
+    for scratch in layout.index.glob(".*.tmp"):
+        scratch.unlink(missing_ok=True)
+    for scratch in layout.segments.glob(".*.tmp"):
+        if time.time() - scratch.stat().st_mtime > _SCRATCH_SECONDS:
+            scratch.unlink(missing_ok=True)

@@ -1,0 +1,175 @@
+"""What `kvtier inspect` knows about a store, as plain data: the same for tables and `--json`."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtier.backends.local import disk_usage
+from kvtier.chains import Chains, Session, chains
+from kvtier.errors import IdentityError
+from kvtier.identity import Identity
+from kvtier.index import Health, Index
+from kvtier.layout import (
+    INDEX,
+    LOCK,
+    MANIFEST_SUFFIX,
+    NAMESPACES,
+    PAYLOAD_SUFFIX,
+    SEGMENTS,
+    SUPERBLOCK,
+    Layout,
+    segment_id,
+)
+
+
+@dataclass(frozen=True)
+class NamespaceReport:
+    """One namespace: what it is of, and how much of it is there. Sizes in bytes."""
+
+    id: str
+    identity: Identity | None
+    """None if its document is missing or damaged; its pages are served all the same to a server
+    that has the same identity."""
+    columns: list[dict[str, Any]]
+    pages: int
+    complete: int
+    restorable: int
+    """Pages that some restore can use: complete, and with all pages before them."""
+    bytes: int
+    restorable_bytes: int
+    tails: int
+    sessions: list[Session]
+
+    @property
+    def page_tokens(self) -> int | None:
+        """Tokens of a page, None if the identity is not known."""
+        return self.identity.document["page_tokens"] if self.identity else None
+
+    def tokens(self, pages: int) -> int | None:
+        """Tokens of so many pages."""
+        return None if self.page_tokens is None else pages * self.page_tokens
+
+
+@dataclass(frozen=True)
+class StoreReport:
+    """A store as it is now. Sizes in bytes."""
+
+    path: Path
+    store_id: str
+    disk: int
+    """What all files take on the file system, foreign ones included."""
+    free: int
+    """Free on the file system."""
+    foreign: list[str]
+    """Files that kvtier did not make."""
+    uncommitted: int
+    """Payload on disk that no manifest names yet: a running server's last moments, or what a
+    crash left."""
+    health: Health
+    namespaces: list[NamespaceReport] = field(default_factory=list)
+
+
+def report(layout: Layout, index: Index) -> StoreReport:
+    """Look at everything; changes nothing. OSError if the directory cannot be read."""
+    found = {c.namespace: c for c in chains(index)}
+    names = set(found) | set(_documents(layout))
+    system = os.statvfs(layout.path)
+    return StoreReport(
+        path=layout.path,
+        store_id=layout.store_id.hex(),
+        disk=disk_usage(layout.path),
+        free=system.f_bavail * system.f_frsize,
+        foreign=foreign_files(layout),
+        uncommitted=_uncommitted(layout, index),
+        health=index.health(),
+        namespaces=[
+            _namespace(layout, index, name, found.get(name)) for name in sorted(names)
+        ],
+    )
+
+
+def identity_of(layout: Layout, namespace: str) -> Identity:
+    """The document of a namespace. IdentityError if there is none that can be trusted."""
+    path = layout.namespaces / f"{namespace}.json"
+    try:
+        return Identity.from_json(path.read_bytes(), expected_id=namespace)
+    except OSError as error:
+        raise IdentityError(
+            f"Cannot read {path}: {error.strerror}; the next start of its server writes it anew."
+        ) from error
+
+
+def foreign_files(layout: Layout) -> list[str]:
+    """Paths below the store that are not kvtier's, relative to it."""
+    strangers = []
+    for folder, _, files in os.walk(layout.path):
+        place = Path(folder).relative_to(layout.path)
+        strangers += [
+            str(place / name) for name in files if not _ours(Path(folder), str(place), name)
+        ]
+    return sorted(strangers)
+
+
+def _ours(folder: Path, place: str, name: str) -> bool:
+    if name.startswith(".") and name.endswith(".tmp"):
+        return True
+    if not stat.S_ISREG((folder / name).lstat().st_mode):
+        return False
+    stem, _, ending = name.rpartition(".")
+    return {
+        ".": name in (SUPERBLOCK, LOCK),
+        SEGMENTS: f".{ending}" in (PAYLOAD_SUFFIX, MANIFEST_SUFFIX) and bool(segment_id(stem)),
+        NAMESPACES: ending == "json" and len(stem) == 32,
+        INDEX: True,
+    }.get(place, False)
+
+
+def _documents(layout: Layout) -> list[bytes]:
+    stems = [path.stem for path in layout.namespaces.glob("*.json")]
+    return [bytes.fromhex(stem) for stem in stems if len(stem) == 32 and _is_hex(stem)]
+
+
+def _is_hex(text: str) -> bool:
+    return not set(text) - set("0123456789abcdef")
+
+
+def _uncommitted(layout: Layout, index: Index) -> int:
+    total = 0
+    for segment in index.segments():
+        try:
+            size = layout.payload(segment.name).stat().st_size
+        except FileNotFoundError:
+            continue
+        total += max(0, size - segment.payload_end)
+    return total
+
+
+def _namespace(
+    layout: Layout, index: Index, name: bytes, found: Chains | None
+) -> NamespaceReport:
+    try:
+        identity: Identity | None = identity_of(layout, name.hex())
+    except IdentityError:
+        identity = None
+    columns = [
+        {"pool": column.pool, "shard": column.shard}
+        for column in sorted(index.columns(name).values())
+    ]
+    if found is None:
+        return NamespaceReport(name.hex(), identity, columns, 0, 0, 0, 0, 0, 0, [])
+    return NamespaceReport(
+        id=name.hex(),
+        identity=identity,
+        columns=columns,
+        pages=len(found),
+        complete=int(found.complete.sum()),
+        restorable=int(found.reachable.sum()),
+        bytes=int(found.bytes.sum()),
+        restorable_bytes=int(found.bytes[found.reachable].sum()),
+        tails=int(found.tail.sum()),
+        sessions=found.sessions(),
+    )
