@@ -88,7 +88,7 @@ def collect(
         with layout.lock():
             index.refresh()
             victims = _spare_parents(victims, index.parents_since(mark))
-            _bury(layout, [grave for c, pages in victims for grave in _graves(c, pages)])
+            bury(layout, [grave for c, pages in victims for grave in _graves(c, pages)])
             index.refresh()
         index.ring()
         _count(result, victims)
@@ -165,7 +165,7 @@ def _graves(c: Chains, pages: Ints) -> list[Grave]:
     return graves
 
 
-def _bury(layout: Layout, graves: list[Grave]) -> None:
+def bury(layout: Layout, graves: list[Grave]) -> None:
     """Log tombstones in a manifest of our own, in frames of bounded size."""
     if not graves:
         return

@@ -1,1 +1,58 @@
-"""The command line: one file a command."""
+"""The command line: one file a command. Exit status 2 is a mistake the message says how to mend."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from kvtier import __version__
+from kvtier.cli.fsck import fsck
+from kvtier.cli.gc import gc
+from kvtier.cli.inspect import inspect
+from kvtier.errors import KvtierError
+
+app = typer.Typer(
+    name="kvtier",
+    help="Look after a store of KV-cache pages. ROOT is the store, or the mount that holds it in "
+    "kvtier/; without it: KVTIER_ROOT, else /mnt/scratch, else the user's cache directory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.command()(inspect)
+app.command()(gc)
+app.command()(fsck)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    if version:
+        print(f"kvtier {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point of `kvtier`."""
+    try:
+        app()
+    except KvtierError as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        sys.exit(2)
+    except PermissionError as error:
+        print(
+            f"kvtier: {error.filename or 'the store'}: {error.strerror}; "
+            "run it as the store's owner or as root.",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    except OSError as error:
+        print(
+            f"kvtier: {error.filename or 'the store'}: {error.strerror or error}.", file=sys.stderr
+        )
+        sys.exit(2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

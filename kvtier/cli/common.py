@@ -1,0 +1,49 @@
+"""What commands share: finding the store, and how numbers are shown."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvtier.layout import Layout
+from kvtier.place import default_root, store_path
+
+Root = Annotated[
+    Path | None, typer.Argument(metavar="[ROOT]", help="The store, or the mount that holds it.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document for machines.")]
+
+out = Console()
+progress = Console(stderr=True)
+"""Progress goes to standard error, so that output can be piped."""
+
+
+def find_store(root: Path | None) -> Layout:
+    """The store that `root`, or the default place, names; StoreError if there is none."""
+    return Layout.open(store_path(root or default_root(os.environ)), create=False)
+
+
+def age(time_ns: int) -> str:
+    """How long ago, in the largest unit that gives at least 1."""
+    if not time_ns:
+        return "never"
+    seconds = max(0.0, time.time() - time_ns / 1e9)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def stamp(time_ns: int) -> str:
+    """UTC time in ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_ns / 1e9))
+
+
+def count(number: int | None) -> str:
+    """A number with thousands separated; a dash if unknown."""
+    return "-" if number is None else f"{number:,}"
