@@ -122,6 +122,14 @@ class Layout:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Replace `path` by `data` atomically and durably."""
+    with _scratch(path, data) as scratch:
+        scratch.replace(path)
+    sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def _scratch(path: Path, data: bytes) -> Iterator[Path]:
+    """A durable file with `data` under another name beside `path`; gone at the end."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.{new_id().hex()}.tmp")
     fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -129,11 +137,9 @@ def write_durably(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        scratch.replace(path)
-    except BaseException:
+        yield scratch
+    finally:
         scratch.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:
@@ -148,18 +154,25 @@ def sync_directory(path: Path) -> None:
 def _create(path: Path) -> None:
     if path.is_symlink():
         raise StoreError(f"{path} is a symbolic link: name the directory it points to instead.")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in reversed([parent for parent in path.parents if not parent.exists()]):
+        folder.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: nobody may swap the store
+    path.mkdir(mode=0o700, exist_ok=True)
     if not (path / SUPERBLOCK).exists():
         foreign = sorted(
             entry.name
             for entry in path.iterdir()
             if entry.name not in (SEGMENTS, NAMESPACES, INDEX, LOCK, "lost+found")
-            and not entry.name.startswith(".kvtier.json.")
+            and not entry.name.startswith(f".{SUPERBLOCK}.")
         )
         if foreign:
             raise StoreError(
                 f"{path} holds other files ({', '.join(foreign[:3])}) and no {SUPERBLOCK}: "
                 "choose an empty directory, or the mount above it."
+            )
+        if (path / SEGMENTS).is_dir() and any((path / SEGMENTS).iterdir()):
+            raise StoreError(
+                f"{path} holds segments and no {SUPERBLOCK}: restore that file from a copy, or "
+                "move the store away and start anew."
             )
         path.chmod(0o700)
         document = {
@@ -168,6 +181,7 @@ def _create(path: Path) -> None:
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "kvtier": __version__,
         }
+        sync_directory(path.parent)
         _link_once(path / SUPERBLOCK, json.dumps(document, indent=2) + "\n")
     _read_superblock(path)
     for name in (SEGMENTS, NAMESPACES, INDEX):
@@ -175,16 +189,12 @@ def _create(path: Path) -> None:
         if (path / name).is_symlink():
             raise StoreError(f"{path / name} is a symbolic link: remove it and start again.")
     sync_directory(path)
-    sync_directory(path.parent)
 
 
 def _link_once(path: Path, text: str) -> None:
     """Create `path` with `text` unless another process was first."""
-    scratch = path.with_name(f".{path.name}.{new_id().hex()}.tmp")
-    write_durably(scratch, text.encode())
-    with contextlib.suppress(FileExistsError):
+    with _scratch(path, text.encode()) as scratch, contextlib.suppress(FileExistsError):
         os.link(scratch, path)
-    scratch.unlink()
     sync_directory(path.parent)
 
 
@@ -201,7 +211,7 @@ def _read_superblock(path: Path) -> bytes:
             f"{path} is not a kvtier store (no {SUPERBLOCK}): "
             "give the store or the mount that holds it."
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StoreError(
             f"{file} is damaged: restore it from a copy, or move the store away and start anew."
         ) from error
