@@ -147,7 +147,9 @@ def encode_frame(
     segment_id: bytes,
     store_id: bytes,
 ) -> bytes:
-    """A frame, padded to `FRAME_ALIGNMENT`."""
+    """A frame, padded to `FRAME_ALIGNMENT`. ValueError for a body that no reader would accept."""
+    if len(body) > MAX_BODY_BYTES:
+        raise ValueError(f"a body of {len(body)} bytes is larger than {MAX_BODY_BYTES}")
     fields = (FRAME_MAGIC, type_, FORMAT_VERSION, 0, len(body), 0, sequence, time_ns, segment_id)
     blank = FRAME_HEADER.pack(*fields, store_id, 0)
     digest = checksum(blank + body)
@@ -372,6 +374,8 @@ def decode_columns(body: bytes | memoryview) -> tuple[bytes, dict[int, Column]]:
         offset += COLUMN_ENTRY.size
         names = data[offset : offset + pool_bytes + shard_bytes]
         offset += pool_bytes + shard_bytes
+        if offset > len(data):
+            raise FormatError("truncated column name")
         try:
             text = names.decode("ascii")
         except UnicodeDecodeError as error:
