@@ -103,6 +103,19 @@ def _move_pages_by_address(result: None, controller: Any, *args: Any, **kwargs: 
         controller.page_set_func = controller._page_set_zero_copy
 
 
+def _undo_failed_attach(
+    original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Pools are registered after the base class has attached, which leaves a controller attached
+    to a backend that refused them: the next attach would be refused, too."""
+    try:
+        return original(controller, *args, **kwargs)
+    except Exception:
+        if ours(controller) is not None:
+            controller.detach_storage_backend()
+        raise
+
+
 def _back_up_shards(result: bool, controller: Any, transfer: Any) -> bool:
     """Where one rank writes what MLA replicates, the others still hold recurrent states and MHA
     draft pools of their own; upstream stores the latter for Mooncake only."""
@@ -169,6 +182,12 @@ HOOKS = (
         HookType.AFTER,
         _move_pages_by_address,
         ("self", "storage_backend", "storage_backend_extra_config"),
+    ),
+    Hook(
+        f"{_HYBRID}.attach_storage_backend",
+        HookType.AROUND,
+        _undo_failed_attach,
+        ("self", "storage_backend", "host_pools"),
     ),
     Hook(f"{_HYBRID}.should_backup", HookType.AFTER, _back_up_shards, ("self", "transfer")),
     Hook(

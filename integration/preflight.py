@@ -77,8 +77,7 @@ def _config(server_args: Any) -> Config:
     text = server_args.hicache_storage_backend_extra_config
     try:
         extra, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
-    except (OSError, ValueError, AttributeError) as error:
-        # Not JSON or TOML, no such file, a value of the wrong type, or no object at all.
+    except Exception as error:  # each format's parser has its own; all of them mean this text
         raise ConfigError(
             f"--hicache-storage-backend-extra-config {text} is no JSON object and no @file with "
             f"one: {error}."

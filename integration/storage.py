@@ -171,6 +171,11 @@ class KvtierStorage(HiCacheStorage):
         if store is not None:
             store.close()
 
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that was put is durable and visible; False if that took longer."""
+        store = self._store
+        return store is None or store.flush(timeout)
+
     def _register(self, name: str, pool: Any) -> None:
         known = self.pools.get(name)
         if known is not None and known.pool is pool:
