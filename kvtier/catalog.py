@@ -123,6 +123,9 @@ class Catalog:
         self._frames = snapshot.frames if snapshot else memoryview(b"")
         self._places: tuple[U64, npt.NDArray[np.int64]] | None = None
         self._late: dict[int, int] = {}
+        self._spares: dict[int, list[int]] = {}
+        """Further copies of pages that several processes stored at once. Kept, or it would depend
+        on the order in which files are read whether a page survives its copy's deletion."""
         self._late_runs: list[_LateRun] = []
         self._late_places: dict[tuple[int, int], int] = {}
         self._cache: dict[int, tuple[int, Run]] = {}
@@ -177,8 +180,10 @@ class Catalog:
         return found
 
     def runs(self) -> Iterator[StoredRun]:
-        """Every run with its live pages, oldest file first. Damaged frames are left out."""
-        rows, positions = _split(np.sort(self._entries()[1]))
+        """Every run with its live pages, further copies included, oldest file first. Damaged
+        frames are left out."""
+        values = np.concatenate((self._entries()[1], self._spare_entries()[1]))
+        rows, positions = _split(np.sort(values))
         for span in _groups(rows):
             stored = self._stored(int(rows[span][0]), positions[span])
             if stored is not None:
@@ -204,6 +209,13 @@ class Catalog:
         lost = {base + i for i, run in enumerate(self._late_runs) if run.segment in numbers}
         for key in [k for k, value in self._late.items() if value >> _POSITION_BITS in lost]:
             del self._late[key]
+        lost.update(rows.tolist())
+        for key in list(self._spares):
+            for value in [v for v in self._spares[key] if v >> _POSITION_BITS in lost]:
+                self._forget_spare(key, value)
+            stands = key in self._late or self._table.lookup(np.array([key], np.uint64)) != MISSING
+            if not stands:
+                self._promote(key)
         for segment in gone:
             segment.live = False
 
@@ -264,7 +276,8 @@ class Catalog:
             np.concatenate((self._rows.manifest, manifest)),
             np.concatenate((self._rows.segment, number)),
         )
-        old, position = _split(values)
+        spare_keys, spare_values = self._spare_entries()
+        old, position = _split(np.concatenate((values, spare_values)))
         keep = np.unique(old)
         rows, kept = compact(rows, memoryview(frames), keep)
         renumbered = np.zeros(len(self.segments), np.uint64)
@@ -272,8 +285,12 @@ class Catalog:
             renumbered[self._numbers[segment.ident]] = place
         rows.segment = renumbered[rows.segment.astype(np.int64)]
         values = np.searchsorted(keep, old).astype(np.uint64) << np.uint64(_POSITION_BITS)
-        table = Table.build(keys, values | position.astype(np.uint64))
-        return Snapshot(self._state(present), table, rows, memoryview(kept))
+        values |= position.astype(np.uint64)
+        table = Table.build(keys, values[: len(keys)])
+        state = self._state(present)
+        spares = values[len(keys) :]
+        state["spares"] = list(zip(spare_keys.tolist(), spares.tolist(), strict=True))
+        return Snapshot(state, table, rows, memoryview(kept))
 
     # Inside
 
@@ -319,6 +336,10 @@ class Catalog:
         self._late_places[number, offset] = row
         keys = (page_prints(run.keys) ^ np.uint64(salt)).tolist()
         first = row << _POSITION_BITS
+        if not self._late.keys().isdisjoint(keys):
+            for key in dict.fromkeys(keys):
+                if key in self._late:
+                    self._spares.setdefault(key, []).append(self._late[key])
         self._late.update(zip(keys, range(first, first + len(keys)), strict=True))
         for start, pages in self._graves.get((segment.ident, offset), ()):
             self._drop(row, start, pages)
@@ -352,8 +373,23 @@ class Catalog:
             key, value = keys[position], row << _POSITION_BITS | position
             if self._late.get(key) == value:
                 del self._late[key]
-            else:
-                self._table.remove(key, value)
+                self._promote(key)
+            elif key in self._spares and value in self._spares[key]:
+                self._forget_spare(key, value)
+            elif self._table.remove(key, value) and key not in self._late:
+                self._promote(key)
+
+    def _promote(self, key: int) -> None:
+        """Let another copy stand for a page that has lost the one it had, if there is one."""
+        if key in self._spares:
+            value = self._spares[key][-1]
+            self._forget_spare(key, value)
+            self._late[key] = value
+
+    def _forget_spare(self, key: int, value: int) -> None:
+        self._spares[key].remove(value)
+        if not self._spares[key]:
+            del self._spares[key]
 
     def _family(self, namespace: bytes, columns: tuple[int, ...]) -> int:
         salt = family_salt(namespace, columns)
@@ -395,6 +431,17 @@ class Catalog:
             keys = np.concatenate((keys[old], newer))
             values = np.concatenate((values[old], fresh))
         return keys, values
+
+    def _spare_entries(self) -> tuple[U64, U64]:
+        """Keys and values of further copies: those set aside, and those of the table that a newer
+        entry stands before."""
+        spares = [(key, value) for key, values in self._spares.items() for value in values]
+        shadowed = np.array(list(self._late), np.uint64)
+        values = self._table.lookup(shadowed)
+        there = values != MISSING
+        spares += zip(shadowed[there].tolist(), values[there].tolist(), strict=True)
+        keys, copies = np.array(spares, np.uint64).reshape(-1, 2).T
+        return keys, copies
 
     def _state(self, present: Sequence[Segment]) -> dict[str, Any]:
         """The rest of the catalog as a JSON document.
@@ -447,6 +494,8 @@ class Catalog:
             self.used[bytes.fromhex(namespace), bytes.fromhex(key)] = time_ns
         for ident, offset, first, pages in state["graves"]:
             self._graves.setdefault((bytes.fromhex(ident), offset), []).append((first, pages))
+        for key, value in state["spares"]:
+            self._spares.setdefault(key, []).append(value)
         for namespace, ident, end in state["wipes"]:
             self._wipes[bytes.fromhex(namespace), bytes.fromhex(ident)] = end
 
