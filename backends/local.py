@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -51,19 +52,21 @@ class SegmentWriter:
         self.manifest_size = 0
         self._store_id = layout.store_id
         self._sequence = 0
-        manifest = layout.manifest(self.name)
+        payload, manifest = layout.payload(self.name), layout.manifest(self.name)
         hidden = manifest.with_name(f".{manifest.name}.tmp")
+        self._files = (payload, manifest, hidden)
+        self._data = -1
         create = os.O_RDWR | os.O_CREAT | os.O_EXCL
         self._log = os.open(hidden, create | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._log, fcntl.LOCK_EX)
             layout.adopt(hidden)
             hidden.rename(manifest)
-            self._data, self._direct = open_direct(layout.payload(self.name), create, direct=direct)
-            layout.adopt(layout.payload(self.name))
+            self._data, self._direct = open_direct(payload, create, direct=direct)
+            layout.adopt(payload)
             sync_directory(layout.segments)
         except BaseException:
-            os.close(self._log)
+            self.abandon()
             raise
 
     def reserve(self, size: int) -> int:
@@ -111,9 +114,19 @@ class SegmentWriter:
             raise
         self.manifest_size += len(data)
 
+    def abandon(self) -> None:
+        """Give the segment up after a fault. If nothing was logged in it, its files go as well: a
+        full disk would gain some with every attempt."""
+        if not self.manifest_size:
+            for path in self._files:
+                with contextlib.suppress(OSError):  # the drive may refuse this, too
+                    path.unlink(missing_ok=True)
+        self.close()
+
     def close(self) -> None:
-        """Give the segment up; its lock ends."""
-        os.close(self._data)
+        """Append no more; the segment's lock ends."""
+        if self._data >= 0:
+            os.close(self._data)
         os.close(self._log)
 
 

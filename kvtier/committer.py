@@ -191,6 +191,10 @@ class Committer:
                 place = self._write(trailing, pieces)
                 if place is not None:
                     written.append(place)
+        if records and not written:
+            # Deletions are not lost with payload that found no room.
+            place = self._write(False, [])
+            written += [place] if place is not None else []
         with self._layout.lock(shared=True):
             self._index.refresh()
             arrived: dict[tuple[bytes, Column], _Pages] = defaultdict(set)
@@ -282,7 +286,7 @@ class Committer:
         sync the kernel may have dropped its pages, so nothing more is appended there."""
         writer = self._open.pop(trailing, None)
         if writer is not None:
-            writer.close()
+            writer.abandon()
         self._complain(error, sum(len(piece.keys) for piece in pieces))
 
     def _complain(self, error: OSError, pages: int) -> None:
