@@ -22,7 +22,7 @@ from kvtier.format import ALIGNMENT, Block, Grave, align, block_seed, checksum, 
 from kvtier.index import Index
 from kvtier.layout import Layout
 from kvtier.memory import Arena, BufferPool, scatter
-from kvtier.pages import Bools, PoolPages
+from kvtier.pages import KEY_BYTES, Bools, PoolPages
 
 logger = logging.getLogger("kvtier")
 
@@ -133,7 +133,7 @@ class Reader:
         request, done = task.requests[number], task.done[number]
         column = column_id(request.column)
         keys = b"".join(request.keys)
-        asked = np.frombuffer(keys, np.uint8).reshape(len(request.keys), -1)
+        asked = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         there = np.zeros(len(request.keys), np.bool_)
         spans = []
         for located in self._index.locate(task.namespace, column, keys):
@@ -141,7 +141,7 @@ class Reader:
             block = run.block(column)
             if block is None or block.part_bytes != request.buffers.part_bytes:
                 continue
-            stored = np.frombuffer(run.keys, np.uint8).reshape(len(run), -1)
+            stored = np.frombuffer(run.keys, np.uint8).reshape(-1, KEY_BYTES)
             same = (stored[positions] == asked[located.wanted]).all(axis=1)
             positions, wanted = positions[same], located.wanted[same]
             there[wanted] = True

@@ -123,7 +123,8 @@ class Store:
         if self._closed:
             return
         self._log_recency()
-        self._closed = True
+        with self._putting:
+            self._closed = True
         self._committer.close(timeout)
         self._keeper_wake.set()
         self._keeper.join(timeout)
@@ -204,7 +205,7 @@ class Namespace:
             if answer.any():
                 self._store.note_use(self._key, keys[int(np.flatnonzero(answer)[-1])])
                 telemetry.PUT_PAGES.labels("known").inc(int(answer.sum()))
-            if answer.all():
+            if answer.all() or self._store._closed:
                 return answer
             if not answer[0] and not self._parent_known(pages, link):
                 telemetry.PUT_PAGES.labels("no_parent").inc(int((~answer).sum()))
@@ -229,6 +230,8 @@ class Namespace:
         For prefixes: after the first page of a request that is not there, or not as it was
         stored, its later pages are False, and nothing is written for them.
         """
+        if self._store._closed:
+            return [np.zeros(len(request.keys), np.bool_) for request in requests]
         answers, damaged = self._store._reader.get(self._key, requests)
         if damaged:
             logger.error(
@@ -251,8 +254,9 @@ class Namespace:
         self._store.flush(self._store.config.put_deadline)
 
     def _known(self, column: Column, keys: Sequence[bytes]) -> Bools:
-        stored = self._store.index.contains(self._key, column_id(column), b"".join(keys))
+        # In this order: what is committed in between is seen as waiting.
         waiting = self._store._committer.pending(self._key, column, keys)
+        stored = self._store.index.contains(self._key, column_id(column), b"".join(keys))
         return stored | np.array(waiting, np.bool_)
 
     def _parent_known(self, pages: PoolPages, link: Link) -> bool:
