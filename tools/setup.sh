@@ -62,10 +62,11 @@ has_header() { echo "#include <$1>" | g++ -E -x c++ "${@:2}" - >/dev/null 2>&1; 
 # The Debian packages that are missing. HiCache compiles its page hash at first use: g++ and the
 # headers of Python and OpenSSL (pybind11's come with torch, ninja with pip).
 missing_packages() {
+    command -v "$python" >/dev/null || echo python3
     "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
     if [ "$layer" = sglang ]; then
         local include
-        include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+        include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))' || true)
         command -v g++ >/dev/null || echo g++
         [ -e "$include/Python.h" ] || echo python3-dev
         has_header openssl/sha.h || echo libssl-dev
@@ -115,13 +116,13 @@ install_sglang() {
     fingerprint sglang >.venv/.sglang
 }
 
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-    fail "Python 3.11 or newer is needed; set PYTHON to one (now: $python)"
 [ "$layer" = core ] || [ "$layer" = sglang ] || fail "no layer '$layer': core or sglang"
 mkdir -p .venv
 exec 9>.venv/.lock
 flock 9 # two makes at once: the second one waits, and finds the work done
 ready && exit 0
-install_packages
 : >"$log"
+install_packages
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+    fail "Python 3.11 or newer is needed; set PYTHON to one (now: $python)"
 "install_$layer"
