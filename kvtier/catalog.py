@@ -179,6 +179,22 @@ class Catalog:
                 found.append(Located(stored, wanted[span]))
         return found
 
+    def holds(self, grave: Grave) -> bool:
+        """Whether the first page of this place is live."""
+        row = self._row_at(grave.segment_id, grave.frame_offset)
+        stored = None if row is None else self._stored(row, np.zeros(0, np.int64))
+        if stored is None:
+            return False
+        run = stored.run
+        salt = family_salt(run.namespace, [block.column for block in run.blocks])
+        key = int(page_prints(run.key(grave.first))[0]) ^ salt
+        value = row << _POSITION_BITS | grave.first
+        spare = value in self._spares.get(key, ())
+        return (
+            spare
+            or self._late.get(key, int(self._table.lookup(np.array([key], np.uint64))[0])) == value
+        )
+
     def runs(self) -> Iterator[StoredRun]:
         """Every run with its live pages, further copies included, oldest file first. Damaged
         frames are left out."""
@@ -368,15 +384,18 @@ class Catalog:
             return
         run = stored.run
         salt = family_salt(run.namespace, [block.column for block in run.blocks])
-        keys = (page_prints(run.keys) ^ np.uint64(salt)).tolist()
-        for position in range(first, min(first + pages, len(keys))):
-            key, value = keys[position], row << _POSITION_BITS | position
+        keys = page_prints(run.keys)[first : first + pages] ^ np.uint64(salt)
+        values = np.arange(first, first + len(keys), dtype=np.uint64)
+        values |= np.uint64(row << _POSITION_BITS)
+        removed = self._table.remove(keys, values)
+        triples = zip(keys.tolist(), values.tolist(), removed.tolist(), strict=True)
+        for key, value, was_in_table in triples:
             if self._late.get(key) == value:
                 del self._late[key]
                 self._promote(key)
             elif key in self._spares and value in self._spares[key]:
                 self._forget_spare(key, value)
-            elif self._table.remove(key, value) and key not in self._late:
+            elif was_in_table and key not in self._late:
                 self._promote(key)
 
     def _promote(self, key: int) -> None:

@@ -111,6 +111,11 @@ class Index:
         with self._lock:
             return len(self._catalog)
 
+    def holds(self, grave: Grave) -> bool:
+        """Whether the first page of this place is live."""
+        with self._lock:
+            return self._catalog.holds(grave)
+
     # Changes
 
     def discard(self, grave: Grave) -> None:
@@ -286,7 +291,9 @@ class _Doorbell:
 
     def ring(self) -> None:
         if self._view is not None:
-            self._view[:] = os.urandom(8)
+            # Who rings has read everything just before: its own ring is no news to it.
+            self._last = os.urandom(8)
+            self._view[:] = self._last
 
     def rung(self) -> bool:
         if self._view is None:

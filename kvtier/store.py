@@ -5,8 +5,10 @@ No call here raises for a fault of the disk: a put is refused, a lookup or a get
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -36,6 +38,7 @@ from kvtier.memory import Ring, Slice, gather
 from kvtier.pages import ROOT, Bools, Column, Link, PoolPages
 from kvtier.place import default_root, store_path
 from kvtier.reader import Reader
+from kvtier.space import reclaim
 
 logger = logging.getLogger("kvtier")
 
@@ -67,6 +70,7 @@ class Store:
         self._keeper_wake = threading.Event()
         self._caught_up = threading.Condition()
         self._rounds = 0
+        self._reclaim_at = math.inf
         self._closed = False
         self._keeper = threading.Thread(target=self._keep, name="kvtier-keeper", daemon=True)
         self._keeper.start()
@@ -137,6 +141,16 @@ class Store:
             self.index.discard(grave)
         self._committer.bury(graves)
 
+    def still_there(self, graves: Sequence[Grave]) -> list[Grave]:
+        """The places that nobody has deleted meanwhile: only they should hold what was stored."""
+        with contextlib.suppress(OSError):  # then nothing new is known, which is said elsewhere
+            self.index.refresh()
+        return [grave for grave in graves if self.index.holds(grave)]
+
+    def reclaim_later(self) -> None:
+        """Give space of deleted pages back once readers had time to notice."""
+        self._reclaim_at = time.monotonic() + self.config.grace
+
     def catch_up(self) -> None:
         """See what other processes have committed; gives up soon if the drive is slow."""
         if not self.index.rung():
@@ -165,6 +179,9 @@ class Store:
             self._keeper_wake.clear()
             try:
                 self.index.refresh()
+                if time.monotonic() >= self._reclaim_at:
+                    self._reclaim_at = math.inf
+                    reclaim(self.layout, self.index)
                 if self.index.stale():
                     self.index.save()
             except OSError as error:
@@ -234,6 +251,8 @@ class Namespace:
             return [np.zeros(len(request.keys), np.bool_) for request in requests]
         answers, damaged = self._store._reader.get(self._key, requests)
         if damaged:
+            damaged = self._store.still_there(damaged)
+        if damaged:
             logger.error(
                 "kvtier: %d places in %s hold other bytes than were stored: forgotten",
                 len(damaged),
@@ -247,11 +266,12 @@ class Namespace:
         return answers
 
     def clear(self) -> None:
-        """Forget every page of this namespace. Their space is freed by `kvtier gc`."""
+        """Forget every page of this namespace; their space is freed after the grace time."""
         self._store.flush(self._store.config.put_deadline)
         ends = [(segment.ident, segment.applied) for segment in self._store.index.segments()]
         self._store._committer.record(FrameType.WIPE, encode_wipe(self._key, ends))
         self._store.flush(self._store.config.put_deadline)
+        self._store.reclaim_later()
 
     def _known(self, column: Column, keys: Sequence[bytes]) -> Bools:
         # In this order: what is committed in between is seen as waiting.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.pages import U64
+from kvtier.pages import U64, Bools
 
 MISSING = np.uint64(2**64 - 1)
 """Value of a key that is not there, or was removed."""
@@ -71,13 +71,13 @@ class Table:
         places = self.find(keys)
         return np.where(places >= 0, self.values[places], MISSING)
 
-    def remove(self, key: int, value: int) -> bool:
-        """Remove a key if it still has this value."""
-        place = int(self.find(np.array([key], np.uint64))[0])
-        if place < 0 or int(self.values[place]) != value:
-            return False
-        self.values[place] = MISSING
-        return True
+    def remove(self, keys: U64, values: U64) -> Bools:
+        """Remove each key that still has its value; bool (n,) says which had."""
+        places = self.find(keys)
+        had = places >= 0
+        had[had] = self.values[places[had]] == values[had]
+        self.values[places[had]] = MISSING
+        return had
 
     def entries(self) -> tuple[U64, U64]:
         """Keys and values that are there."""
