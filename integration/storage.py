@@ -428,9 +428,9 @@ def _nothing(transfer: PoolTransfer) -> list[bool]:
 
 def page_keys(keys: Sequence[str]) -> list[bytes]:
     """The 32-byte page keys written as hex digits in `keys`. Raises ValueError for others."""
-    joined = bytes.fromhex("".join(keys))
-    if len(joined) != len(keys) * KEY_BYTES:
+    if not set(map(len, keys)) <= {2 * KEY_BYTES}:
         raise ValueError("A page key is not a SHA-256 in hex.")
+    joined = bytes.fromhex("".join(keys))
     return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
 
 

@@ -65,7 +65,8 @@ def test_all_hooks_took_and_nothing_is_missing() -> None:
 def test_each_target_that_is_gone_is_named(hook, monkeypatch) -> None:
     owner, name = hook.target.rsplit(".", 1)
     monkeypatch.delattr(plugin.pkgutil.resolve_name(owner), name)
-    assert f"{hook.target} (not there)" in plugin.missing()
+    # A method of the base class may show up in its place, with other parameters.
+    assert any(problem.startswith(f"{hook.target} (") for problem in plugin.missing())
     with pytest.raises(KvtierError, match=name):
         plugin.refuse_if_incomplete()
 
