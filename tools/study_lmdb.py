@@ -60,7 +60,9 @@ def outcome(code: int) -> str:
     return names.get(code, "error raised")
 
 
-def flips(data: Path, command: list[str], count: int, seed: int, head: int = 4096) -> dict[str, int]:
+def flips(
+    data: Path, command: list[str], count: int, seed: int, head: int = 4096
+) -> dict[str, int]:
     """Outcomes of reading after one random bit was changed, and put back: anywhere, or in the first
     `head` bytes of a 4,096-byte page."""
     pages = data.stat().st_size // 4096
@@ -85,10 +87,10 @@ def commits(path: Path, entries: int) -> float:
     """Median seconds of a durable commit of so many entries."""
     times = []
     with lmdb.open(str(path), map_size=1 << 30) as env:
-        for round_ in range(30):
+        for _ in range(30):
             start = time.perf_counter()
             with env.begin(write=True) as txn:
-                for number in range(entries):
+                for _ in range(entries):
                     txn.put(os.urandom(16), bytes(VALUE_BYTES))
             times.append(time.perf_counter() - start)
     return statistics.median(times)
