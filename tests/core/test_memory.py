@@ -38,7 +38,9 @@ def test_slices_of_the_ring_stay_inside_and_apart(steps: list[int], blocks: int)
         assert taken.start % ALIGNMENT == taken.size % ALIGNMENT == 0
         assert taken.size >= step
         for other in held:
-            assert taken.start >= other.start + other.size or other.start >= taken.start + taken.size
+            assert (
+                taken.start >= other.start + other.size or other.start >= taken.start + taken.size
+            )
         held.append(taken)
     ring.give_back(len(held))
     assert ring.used == 0
