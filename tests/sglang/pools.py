@@ -193,6 +193,19 @@ STACKS = {
             frozenset({"kv", "mamba"}),
             layouts=PAGE_FIRST,
         ),
+        Stack(
+            "swa-mamba",
+            replace(
+                _HYBRID,
+                components=(FULL, SWA, MAMBA),
+                sliding_window_size=128,
+                enable_mamba_extra_buffer=True,
+                mamba_cache_size=60,
+            ),
+            frozenset({"kv", "swa", "mamba"}),
+            layouts=PAGE_FIRST,
+            pages=5,
+        ),
         Stack("mla", _MHA, frozenset({"kv"}), mla_pool),
         Stack("dsa", _MHA, frozenset({"kv", "indexer"}), _dsa_pool),
         Stack(
@@ -218,6 +231,23 @@ STACKS = {
         ),
     )
 }
+
+_LONG = replace(_HYBRID, page_size=4, kv_size=4096, max_context_len=4096)
+_LONG_MAMBA = replace(_LONG, components=(FULL, MAMBA), enable_mamba_extra_buffer=True)
+_LONG_SWA = replace(_LONG, components=(FULL, SWA), sliding_window_size=520)
+_LONG_DSA = replace(_MHA, num_layers=1, kv_size=64 * 620, max_context_len=64 * 620)
+
+LONG_STACKS = {
+    name: replace(STACKS[name], config=config, pages=300)
+    for name, config in (
+        ("full", _LONG),
+        ("swa", _LONG_SWA),
+        ("mamba", _LONG_MAMBA),
+        ("dsa", _LONG_DSA),
+    )
+}
+"""Prompts of more pages than SGLang passes in one call for the KV pool (STORAGE_BATCH_SIZE, 128),
+and a window that is longer than a call too."""
 
 # --- the bytes of a pool ---------------------------------------------------------------------
 
@@ -289,6 +319,7 @@ class Engine(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
         layout: str = "page_first",
         io: str = "kernel",
         write_policy: str = "write_through",
+        host_memory: str = "cache",
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -297,7 +328,12 @@ class Engine(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
         pool_class = stack.device_pool or getattr(fixtures, stack.stands_for)
         with mock.patch.object(fixtures, stack.stands_for, pool_class):
             self.cache, self.allocator, self.requests = fixtures.build_fixture(self.cfg)
-        self._attach(layout, io, write_policy)
+        self._attach(
+            hicache_mem_layout=layout,
+            hicache_io_backend=io,
+            hicache_write_policy=write_policy,
+            hicache_host_memory_mode=host_memory,
+        )
         self.controller = self.cache.cache_controller
         self.entries: dict[str, PoolEntry] = {
             str(entry.name): entry for entry in self.controller.mem_pool_host.entries
@@ -307,18 +343,16 @@ class Engine(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
             for tensor in device_rows(entry)[0]:
                 tensor.copy_(self._random(tensor))
 
-    def _attach(self, layout: str, io: str, write_policy: str) -> None:
+    def _attach(self, **settings: str) -> None:
         args = ServerArgs(
             model_path="dummy",
             page_size=self.cfg.page_size,
-            hicache_mem_layout=layout,
-            hicache_io_backend=io,
-            hicache_write_policy=write_policy,
             hicache_storage_backend=BACKEND,
             hicache_storage_backend_extra_config=json.dumps(
                 {"root": str(self.root), "prefetch_threshold": 1}
             ),
             hicache_storage_prefetch_policy="wait_complete",
+            **settings,
         )
         args._mamba_cache_chunk_size = max(CHUNK_SIZE, self.cfg.page_size)
         set_global_server_args_for_scheduler(args)
@@ -359,8 +393,11 @@ class Engine(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
     def store(self, tokens: Sequence[int]) -> None:
         """Back the prompt up to the host pools, and from there to the storage backend."""
         leaf = fixtures.match_prefix(self.cache, tokens).last_device_node
-        self._backup_node(self.cache, leaf)
-        self._write_path_to_l3(self.cache, leaf)
+        if self.cache.buffer_pipeline is not None:
+            fixtures.write_backup(self.cache, leaf)
+        else:
+            self._backup_node(self.cache, leaf)
+            self._write_path_to_l3(self.cache, leaf)
         self.settle()
 
     def evict(self) -> None:
@@ -377,12 +414,29 @@ class Engine(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
 
     def settle(self) -> None:
         """Wait until the storage backend has acknowledged what it was given."""
-        self._flush_l3_backups(self.cache, timeout=DEADLINE_S)
+        buffer = self.cache.buffer_pipeline
+        if buffer is None:
+            self._flush_l3_backups(self.cache, timeout=DEADLINE_S)
+        else:
+            self._pump_hicache_until(
+                self.cache,
+                lambda: not buffer.inflight_backup_node_ids and not buffer.ongoing_backup,
+                "the backups were not acknowledged",
+                timeout=DEADLINE_S,
+            )
+
+    def wait_until_seen(self, keys: list[str]) -> None:
+        """Wait until the storage backend's lookups show pages that another engine has stored."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.storage.batch_exists(keys) < len(keys):
+            self.assertLess(time.monotonic(), deadline, "what was stored never came into view")
+            time.sleep(0.01)
 
     def prefetch(self, tokens: Sequence[int]) -> int:
         """Fetch from the storage backend into the host pools what the tree lacks of a prompt.
 
-        Asks as `Scheduler._prefetch_kvcache` does; answers the tokens the tree then has.
+        Asks as `Scheduler._prefetch_kvcache` does; answers the tokens the tree then has. With
+        host memory as a mere buffer, they are on the device then.
         """
         match = fixtures.match_prefix(self.cache, tokens)
         matched = match.device_prefix_len + match.host_hit_length

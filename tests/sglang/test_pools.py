@@ -6,7 +6,7 @@ device -> host -> kvtier -> (restart) -> host -> device, with the bytes compared
 from __future__ import annotations
 
 import pytest
-from pools import STACKS, assert_same_pages, engines
+from pools import LONG_STACKS, STACKS, assert_same_pages, engines
 
 EVERY_LAYOUT = [
     pytest.param(stack, layout, io, id=f"{stack.name}-{layout}-{io}")
@@ -37,6 +37,11 @@ def test_restart_restores_every_byte(start, stack, layout, io):
     assert_same_pages(after.host_pages(tokens), backed_up, needed)
     assert after.load_back(tokens) == len(tokens)
     assert_same_pages(after.device_pages(tokens), computed, needed)
+
+
+@pytest.mark.parametrize("stack", LONG_STACKS.values(), ids=list(LONG_STACKS))
+def test_prompts_of_many_calls(start, stack):
+    test_restart_restores_every_byte(start, stack, "page_first", "kernel")
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -98,6 +103,62 @@ def test_write_back(start, stack):
     assert after.prefetch(tokens) == len(tokens)
     assert after.load_back(tokens) == len(tokens)
     assert_same_pages(after.device_pages(tokens), computed, after.needed(after.stack.pages))
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_host_memory_as_a_buffer(start, stack):
+    """SGLang then hands host pages back at once, keeps its own account of what is stored, and
+    reads staged pages straight to the device."""
+    before = start(stack, host_memory="buffer_only")
+    turn, tokens = before.prompt(before.stack.pages - 2), before.prompt()
+    for prompt in (turn, tokens):
+        before.compute(prompt)
+        before.store(prompt)
+    computed = before.device_pages(tokens)
+    before.close()
+
+    after = start(stack, host_memory="buffer_only")
+    assert after.prefetch(tokens) == len(tokens)
+    assert_same_pages(after.device_pages(tokens), computed, after.needed(after.stack.pages))
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_two_servers_on_one_store(start, stack):
+    """Pages are there for a server that was up before another one stored them."""
+    reader, writer = start(stack), start(stack)
+    tokens = writer.prompt()
+    assert reader.prefetch(tokens) == 0
+    writer.compute(tokens)
+    writer.store(tokens)
+    computed = writer.device_pages(tokens)
+    reader.wait_until_seen(writer.page_keys(tokens))
+
+    assert reader.prefetch(tokens) == len(tokens)
+    assert reader.load_back(tokens) == len(tokens)
+    assert_same_pages(reader.device_pages(tokens), computed, reader.needed(reader.stack.pages))
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_faulty_storage_never_gives_wrong_bytes(start, monkeypatch, stack):
+    """SGLang's own injector lets calls of the storage backend fail, and come late."""
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.005")
+    before = start(stack)
+    turn, tokens = before.prompt(before.stack.pages - 2), before.prompt()
+    for prompt in (turn, tokens):
+        before.compute(prompt)
+        before.store(prompt)
+    computed = before.device_pages(tokens)
+    before.close()
+
+    for _ in range(3):
+        after = start(stack)
+        prefix = tokens[: after.prefetch(tokens)]
+        if prefix:
+            assert after.load_back(prefix) == len(prefix)
+            needed = after.needed(len(prefix) // after.cfg.page_size)
+            assert_same_pages(after.device_pages(prefix), computed, needed)
+        after.close()
 
 
 @pytest.mark.parametrize("stack", STACKS)
