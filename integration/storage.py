@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvtier.boundaries import restorable, run_length
 from kvtier.config import Config
@@ -91,6 +92,25 @@ class Complaints:
         log.error("kvtier: %s%s", text, f" ({kept} more like it)" if kept else "")
 
 
+class Traffic:
+    """Pages and GB/s of each call since SGLang last asked, for its own /metrics."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._metrics = StorageMetrics()
+
+    def add(self, direction: str, pages: int, size: int, seconds: float) -> None:
+        """`direction`: "prefetch" or "backup", as SGLang calls them."""
+        with self._lock:
+            getattr(self._metrics, f"{direction}_pgs").append(pages)
+            getattr(self._metrics, f"{direction}_bandwidth").append(size / 1e9 / max(seconds, 1e-9))
+
+    def take(self) -> StorageMetrics:
+        with self._lock:
+            metrics, self._metrics = self._metrics, StorageMetrics()
+            return metrics
+
+
 class KvtierStorage(HiCacheStorage):
     """One rank's end of a kvtier store.
 
@@ -116,6 +136,7 @@ class KvtierStorage(HiCacheStorage):
         self.config = Config.load(extra, os.environ)
         self.rank = storage_config
         self.complaints = Complaints()
+        self.traffic = Traffic() if storage_config.enable_storage_metrics else None
         self.parents_first = True
         """SGLang offers a page's parent before the page. Under write_back it evicts leaves first."""
         self.pools: dict[str, HostPages] = {}
@@ -320,7 +341,9 @@ class KvtierStorage(HiCacheStorage):
             requests.append(self._pool_pages(transfer, loan))
         if not requests:
             return found
+        began = time.perf_counter()
         answers = namespace.get(requests)
+        self._count("prefetch", requests, answers, began)
         for (position, pages, loan), arrived in zip(loans, answers, strict=True):
             pages.land(loan, transfers[position].host_indices, arrived)
             found[position] = arrived.tolist()
@@ -360,8 +383,24 @@ class KvtierStorage(HiCacheStorage):
         if not engine.is_writer(pages.name, pages.pool, self.rank):
             return [True] * count  # another rank stores these bytes
         loan = pages.lend(transfer.host_indices, count, filled=True)
-        stored: list[bool] = namespace.put(self._pool_pages(transfer, loan), link).tolist()
-        return stored
+        request = self._pool_pages(transfer, loan)
+        began = time.perf_counter()
+        stored = namespace.put(request, link)
+        self._count("backup", [request], [stored], began)
+        answer: list[bool] = stored.tolist()
+        return answer
+
+    def _count(
+        self, direction: str, requests: list[PoolPages], answers: list[Bools], began: float
+    ) -> None:
+        if self.traffic is None:
+            return
+        moved = [int(answer.sum()) for answer in answers]
+        size = sum(
+            pages * request.buffers.part_bytes
+            for pages, request in zip(moved, requests, strict=True)
+        )
+        self.traffic.add(direction, sum(moved), size, time.perf_counter() - began)
 
     def _pages(self, transfer: PoolTransfer) -> HostPages | None:
         """The host pool of a transfer; None if it names no page or an unknown pool."""
@@ -392,6 +431,9 @@ class KvtierStorage(HiCacheStorage):
                 namespace.clear()
                 return True
         return False
+
+    def get_stats(self) -> StorageMetrics | None:
+        return None if self.traffic is None else self.traffic.take()
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         self._refuse_tensors()

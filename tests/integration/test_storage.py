@@ -183,7 +183,9 @@ def test_the_link_says_how_deep_a_page_hangs() -> None:
     assert storage_module._link(after(*chain)) == Link(bytes.fromhex(chain[-1]), 3)
 
 
-@pytest.mark.parametrize("wrong", [["abc"], ["__placeholder__"], ["00" * 31], ["00" * 31, "00" * 33]])
+@pytest.mark.parametrize(
+    "wrong", [["abc"], ["__placeholder__"], ["00" * 31], ["00" * 31, "00" * 33]]
+)
 def test_what_is_no_page_key_is_never_taken_for_one(wrong) -> None:
     with pytest.raises(ValueError):
         page_keys(wrong)
@@ -486,6 +488,20 @@ def test_pages_as_tensors_are_answered_with_no(start, attach, caplog) -> None:
     assert storage.set("00" * 32, tensor) is False
     assert storage.batch_set(keys(2), [tensor, tensor]) is False
     assert caplog.text.count("by address only") == 1
+
+
+def test_sglang_gets_pages_and_bandwidth_of_each_call_once(start, attach) -> None:
+    engine = start("full")
+    assert attach(engine).get_stats() is None
+    storage = attach(engine, enable_storage_metrics=True)
+    place = slots(engine, "kv", 0, 1)
+    storage.batch_set_v1(keys(2), place, after())
+    storage.flush(WAIT)
+    storage.batch_get_v1(keys(2), place)
+    metrics = storage.get_stats()
+    assert (metrics.backup_pgs, metrics.prefetch_pgs) == ([2], [2])
+    assert metrics.backup_bandwidth[0] > 0 < metrics.prefetch_bandwidth[0]
+    assert storage.get_stats().backup_pgs == []
 
 
 def test_a_closed_adapter_answers_misses(start, attach) -> None:
