@@ -138,7 +138,7 @@ class KvtierStorage(HiCacheStorage):
         self.complaints = Complaints()
         self.traffic = Traffic() if storage_config.enable_storage_metrics else None
         self.parents_first = True
-        """SGLang offers a page's parent before the page. Under write_back it evicts leaves first."""
+        """SGLang offers a page after its parent; under write_back it evicts leaves first."""
         self.pools: dict[str, HostPages] = {}
         self._columns: dict[str, Column] = {}
         self._lock = threading.Lock()

@@ -53,7 +53,7 @@ def host_pages(engine: Engine) -> list[HostPages]:
     return [HostPages(name, entry.host_pool) for name, entry in engine.entries.items()]
 
 
-@pytest.mark.parametrize(("stack", "layout", "io"), LAYOUTS, ids=lambda part: str(part))
+@pytest.mark.parametrize(("stack", "layout", "io"), LAYOUTS, ids=str)
 def test_a_page_taken_out_and_put_elsewhere_is_the_same_page(start, stack, layout, io):
     for pages in host_pages(start(stack, layout=layout, io=io)):
         for number in (1, 2, 3):
@@ -70,7 +70,7 @@ def test_a_page_taken_out_and_put_elsewhere_is_the_same_page(start, stack, layou
         assert data_page(pages, 3) == neighbour
 
 
-@pytest.mark.parametrize(("stack", "layout", "io"), LAYOUTS, ids=lambda part: str(part))
+@pytest.mark.parametrize(("stack", "layout", "io"), LAYOUTS, ids=str)
 def test_addresses_are_those_of_the_pool(start, stack, layout, io):
     for pages in host_pages(start(stack, layout=layout, io=io)):
         if pages.by_copy or not pages.sizes:

@@ -42,10 +42,9 @@ def _config(**changes: object) -> HiCacheStorageConfig:
 
 
 def test_the_command_line_takes_kvtier_as_a_backend() -> None:
-    args = prepare_server_args(
-        ["--model-path", "dummy", "--hicache-storage-backend", "kvtier"]
-        + ["--hicache-storage-backend-extra-config", '{"root": "/tmp/x"}']
-    )
+    extra = "--hicache-storage-backend-extra-config={}"
+    backend = "--hicache-storage-backend=kvtier"
+    args = prepare_server_args(["--model-path=dummy", backend, extra])
     assert args.hicache_storage_backend == "kvtier"
 
 

@@ -137,11 +137,14 @@ def test_a_machine_without_compiler_is_refused(tmp_path) -> None:
 
 def test_the_launcher_ends_with_one_line_and_status_1(tmp_path) -> None:
     """As a user starts it; the model does not even exist."""
+    flags = (
+        f"--model-path={tmp_path / 'no-model'}",
+        "--enable-hierarchical-cache",
+        "--hicache-storage-backend=kvtier",
+        '--hicache-storage-backend-extra-config={"rooot": "/tmp"}',
+    )
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "sglang.launch_server"]
-        + ["--model-path", str(tmp_path / "no-model"), "--enable-hierarchical-cache"]
-        + ["--hicache-storage-backend", "kvtier"]
-        + ["--hicache-storage-backend-extra-config", '{"rooot": "/tmp"}'],
+        [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", *flags],
         env={**os.environ, "PATH": _path_with_ninja()},
         capture_output=True,
         text=True,
