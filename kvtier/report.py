@@ -47,7 +47,7 @@ class NamespaceReport:
     @property
     def page_tokens(self) -> int | None:
         """Tokens of a page, None if the identity is not known."""
-        return self.identity.document["page_tokens"] if self.identity else None
+        return self.identity.document.get("page_tokens") if self.identity else None
 
     def tokens(self, pages: int) -> int | None:
         """Tokens of so many pages."""
@@ -86,9 +86,7 @@ def report(layout: Layout, index: Index) -> StoreReport:
         foreign=foreign_files(layout),
         uncommitted=_uncommitted(layout, index),
         health=index.health(),
-        namespaces=[
-            _namespace(layout, index, name, found.get(name)) for name in sorted(names)
-        ],
+        namespaces=[_namespace(layout, index, name, found.get(name)) for name in sorted(names)],
     )
 
 
@@ -148,9 +146,7 @@ def _uncommitted(layout: Layout, index: Index) -> int:
     return total
 
 
-def _namespace(
-    layout: Layout, index: Index, name: bytes, found: Chains | None
-) -> NamespaceReport:
+def _namespace(layout: Layout, index: Index, name: bytes, found: Chains | None) -> NamespaceReport:
     try:
         identity: Identity | None = identity_of(layout, name.hex())
     except IdentityError:

@@ -123,8 +123,9 @@ def _headline(namespace: NamespaceReport) -> str:
     if namespace.identity is None:
         return "[yellow](identity document missing or damaged)[/]"
     about, document = namespace.identity.about, namespace.identity.document
-    model = about.get("model_path") or about.get("model") or about.get("served_model_name") or "?"
-    return f"{model}  {document['kv_dtype']}, {document['page_tokens']} tokens a page"
+    model = about.get("model_path", "model unknown")
+    dtype, tokens = document.get("kv_dtype", "dtype unknown"), namespace.page_tokens
+    return f"{model}  {dtype}" + (f", {tokens} tokens a page" if tokens else "")
 
 
 def _show_session(found: StoreReport, wanted: str, *, as_json: bool) -> None:
