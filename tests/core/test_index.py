@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -291,3 +293,28 @@ def test_snapshots_are_taken_while_a_store_is_used(
         assert copies(index) == copies(fresh_index(store))
     used.close()
     assert copies(saved_index(store)) == copies(fresh_index(store))
+
+
+def test_a_commit_can_read_while_a_snapshot_waits_for_it(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout.open(store, create=False)
+    index = Index(layout)
+    waits = threading.Event()
+    lock = Layout.lock
+
+    def announced(self: Layout, *, shared: bool = False) -> AbstractContextManager[None]:
+        waits.set()
+        return lock(self, shared=shared)
+
+    monkeypatch.setattr(Layout, "lock", announced)
+    with lock(layout, shared=True):
+        saving = threading.Thread(target=index.save, daemon=True)
+        saving.start()
+        assert waits.wait(60)
+        reading = threading.Thread(target=index.refresh, daemon=True)
+        reading.start()
+        reading.join(60)
+        assert not reading.is_alive(), "both wait for each other"
+    saving.join(60)
+    assert not saving.is_alive()
