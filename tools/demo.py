@@ -37,6 +37,8 @@ console = Console(highlight=False)
 @contextmanager
 def step(text: str) -> Iterator[Progress]:
     """A line with a spinner and a clock while the block runs, which stays when it is done."""
+    if not console.is_terminal:
+        console.print(f"  {text} …")
     columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task(text, total=1)
@@ -50,7 +52,7 @@ def start(server: Server) -> None:
 
 
 def wait_for_commit(progress: Progress, store: Path) -> None:
-    pages = len(PROMPT) // PAGE_SIZE
+    pages = len(PROMPT) // PAGE_SIZE + len(WARM_UP) // PAGE_SIZE
     task = progress.task_ids[0]
 
     def committed() -> bool:

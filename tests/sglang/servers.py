@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier_test_platform.server import Answer, Server, cacheable_tokens, prompt_tokens
+from kvtier_test_platform.server import PAGE_SIZE, Answer, Server, cacheable_tokens, prompt_tokens
 
 MODELS = Path(__file__).parents[1] / "models"
 
 PROMPT = prompt_tokens(1, 2600)
-"""Longer than the 128 pages SGLang passes in one call, and ending within a page."""
+"""More than the 128 pages SGLang passes in one call; it ends within a page."""
 
-BRANCH = PROMPT[:600] + prompt_tokens(2, 301)
-"""Leaves PROMPT within a page, and ends with a whole one less a token."""
+BRANCH = PROMPT[:600] + prompt_tokens(2, 297)
+"""Leaves PROMPT within a page; it ends with the first token of one."""
 
 PROMPTS = (PROMPT, BRANCH)
 
-DISTINCT_PAGES = 162 + (901 - 1) // 16 - 600 // 16
+DISTINCT_PAGES = len(PROMPT) // PAGE_SIZE + len(BRANCH) // PAGE_SIZE - 600 // PAGE_SIZE
 """Whole pages of PROMPTS, those in both counted once."""
 
 

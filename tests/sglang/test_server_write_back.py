@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kvtier_test_platform import PLATFORM
 from kvtier_test_platform.committed import committed_pages, kv_pages, wait_for_kv_pages
-from kvtier_test_platform.server import Answer, prompt_tokens
+from kvtier_test_platform.server import PAGE_SIZE, Answer, cacheable_tokens, prompt_tokens
 from servers import (
     BRANCH,
     DISTINCT_PAGES,
@@ -59,13 +59,14 @@ def test_dynamic_backend_restores_what_eviction_stored(directory, evicted):
     with server:
         restored = [server.generate(prompt) for prompt in PROMPTS]
         assert_all_from_storage(restored[0], PROMPT)
-        assert restored[1].device + restored[1].storage == len(BRANCH) - 1
+        assert restored[1].cached_tokens == cacheable_tokens(len(BRANCH))
+        assert restored[1].device + restored[1].storage == restored[1].cached_tokens
         assert [a.output_ids for a in restored] == [a.output_ids for a in evicted]
 
         before = kv_pages(committed_pages(directory))
         new = prompt_tokens(5, 2600)
         cold = server.generate(new)
-        wait_for_kv_pages(directory, before + len(new) // 16)
+        wait_for_kv_pages(directory, before + len(new) // PAGE_SIZE)
         server.flush_cache()
         warm = server.generate(new)
         assert_all_from_storage(warm, new)
