@@ -29,6 +29,7 @@ def test_restart_restores_every_byte(start, stack, layout, io):
         before.compute(prompt)
         before.store(prompt)
     computed, backed_up = before.device_pages(tokens), before.host_pages(tokens)
+    assert _sizes(computed) == _sizes(backed_up)  # no pool is read in part
     before.close()
 
     after = start(stack, layout=layout, io=io)
@@ -37,6 +38,12 @@ def test_restart_restores_every_byte(start, stack, layout, io):
     assert_same_pages(after.host_pages(tokens), backed_up, needed)
     assert after.load_back(tokens) == len(tokens)
     assert_same_pages(after.device_pages(tokens), computed, needed)
+
+
+def _sizes(pages):
+    return {
+        pool: {ordinal: len(data) for ordinal, data in of.items()} for pool, of in pages.items()
+    }
 
 
 @pytest.mark.parametrize("stack", LONG_STACKS.values(), ids=list(LONG_STACKS))
