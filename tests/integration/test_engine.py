@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +18,13 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.runtime_context import get_context
 
 from kvtier.errors import IdentityError
+from kvtier.fingerprint import weights_fingerprint
 from kvtier.identity import Weights, diff
 from kvtier.integration import engine
 from kvtier.integration.host_pages import HostPages
 from kvtier.integration.storage import TRAILING_POOLS
+
+MODELS = Path(__file__).parents[1] / "models"
 
 WEIGHTS = Weights("sampled", "00"), None
 ONE_RANK = HiCacheStorageConfig(
@@ -42,12 +48,19 @@ def server(start: Any) -> Engine:
 
 def identity(server: Engine, config: HiCacheStorageConfig = ONE_RANK, **settings: Any) -> Any:
     """The identity of `server` with some of SGLang's settings changed."""
+    pools = {name: HostPages(name, entry.host_pool) for name, entry in server.entries.items()}
+    with changed(**settings):
+        return engine.identity_of(config, pools, TRAILING_POOLS, WEIGHTS)
+
+
+@contextmanager
+def changed(**settings: Any) -> Iterator[None]:
+    """Some of SGLang's settings in effect with other values."""
     context = get_context()
     before = {name: context.config_leaf(name) for name in settings}
-    pools = {name: HostPages(name, entry.host_pool) for name, entry in server.entries.items()}
     context.override("a test", **settings)
     try:
-        return engine.identity_of(config, pools, TRAILING_POOLS, WEIGHTS)
+        yield
     finally:
         context.override("a test", **before)
 
@@ -138,6 +151,17 @@ def test_a_checkpoint_that_is_not_here_is_an_error_a_person_can_act_on(server) -
 
 def test_weights_are_read_from_the_checkpoint_served(server, tmp_path) -> None:
     assert engine.read_weights("sampled", tmp_path) == (Weights("none", ""), None)
+    model = str(MODELS / "llama")
+    with changed(model_path=model):
+        for mode in ("sampled", "full"):
+            expected = weights_fingerprint(Path(model), mode).weights
+            assert engine.read_weights(mode, tmp_path / "hashes") == (expected, None)
+    other = str(MODELS / "mla")
+    with changed(
+        model_path=model, speculative_algorithm="EAGLE", speculative_draft_model_path=other
+    ):
+        target, draft = engine.read_weights("sampled", tmp_path)
+    assert draft == weights_fingerprint(Path(other)).weights != target
 
 
 MHA = MHATokenToKVPoolHost.__new__(MHATokenToKVPoolHost)
