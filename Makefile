@@ -22,7 +22,10 @@ test-core: setup-core ## the tests that need no SGLang
 lint: setup-core ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	@# mypy does not know setuptools' package-dir: show it the tree as it is imported.
+	@rm -rf build/tree && mkdir -p build/tree/kvtier && ln -s $(CURDIR)/kvtier/* build/tree/kvtier/
+	@ln -s $(CURDIR)/backends $(CURDIR)/integration build/tree/kvtier/
+	cd build/tree && MYPYPATH=. $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p kvtier
 
 bench-quick: setup-sglang ## write, read and lookup speed against SGLang's file backend
 	@$(BIN)/python tools/bench_quick.py $(ARGS)

@@ -93,7 +93,7 @@ class HostPages:
                 f"{given} slots for {count} pages of {self.slots} slots of pool {self.name}."
             )
         slots = indices.cpu().numpy().astype(np.int64, copy=False).reshape(count, self.slots)
-        first = slots[:, 0]
+        first: I64 = slots[:, 0]
         neighbours = (slots[:, -1] - first == self.slots - 1) & (first % self.slots == 0)
         if not (neighbours & (first >= 0) & (first < self.page_count * self.slots)).all():
             raise SlotsError(f"The slots are not whole pages of pool {self.name}.")

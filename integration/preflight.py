@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from kvtier.config import Config
-from kvtier.errors import ConfigError, KvtierError, StoreError
+from kvtier.errors import ConfigError, KvtierError, UnreachableError
 from kvtier.integration import plugin
 from kvtier.layout import Layout
 from kvtier.place import default_root, store_path
@@ -92,9 +92,8 @@ def check_store(config: Config) -> None:
     """
     try:
         Layout.open(store_path(config.root or default_root(os.environ)), create=True)
-    except StoreError as error:
-        if not isinstance(error.__cause__, OSError):
-            raise
+    except UnreachableError:
+        pass  # the server starts without the tier, and says so where the pool is made
 
 
 def check_page_hash() -> None:

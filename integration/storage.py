@@ -29,7 +29,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvtier.boundaries import restorable, run_length
 from kvtier.config import Config
-from kvtier.errors import ConfigError, KvtierError, StoreError
+from kvtier.errors import ConfigError, KvtierError, StoreError, UnreachableError
 from kvtier.identity import Identity, Weights
 from kvtier.integration import engine
 from kvtier.integration.host_pages import HostPages, Loan
@@ -111,7 +111,7 @@ class Traffic:
             return metrics
 
 
-class KvtierStorage(HiCacheStorage):
+class KvtierStorage(HiCacheStorage):  # type: ignore[misc] # SGLang is not typed
     """One rank's end of a kvtier store.
 
     SGLang constructs it with its config, then registers the host pools, then calls
@@ -164,7 +164,7 @@ class KvtierStorage(HiCacheStorage):
             self._store = Store.open(self.config)
         except StoreError as error:
             # Disks come and go; what isn't a store, or a newer one, stays so until somebody acts.
-            if not isinstance(error.__cause__, OSError) or not _server_is_starting():
+            if not isinstance(error, UnreachableError) or not _server_is_starting():
                 raise
             log.error("kvtier: the server goes on without it: %s", error)
             return

@@ -183,7 +183,7 @@ class Catalog:
         """Whether the first page of this place is live."""
         row = self._row_at(grave.segment_id, grave.frame_offset)
         stored = None if row is None else self._stored(row, np.zeros(0, np.int64))
-        if stored is None:
+        if row is None or stored is None:
             return False
         run = stored.run
         salt = family_salt(run.namespace, [block.column for block in run.blocks])

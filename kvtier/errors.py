@@ -13,5 +13,10 @@ class StoreError(KvtierError):
     """The store directory cannot be used: missing, foreign, newer, unwritable or damaged."""
 
 
+class UnreachableError(StoreError):
+    """The store's place cannot be used now: it may be mended, mounted or given room while a server
+    runs."""
+
+
 class IdentityError(KvtierError):
     """What identifies the served model cannot be read, so its pages cannot be named safely."""

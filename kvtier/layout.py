@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier import __version__
-from kvtier.errors import StoreError
+from kvtier.errors import StoreError, UnreachableError
 from kvtier.format import FORMAT_VERSION, new_id
 
 SUPERBLOCK = "kvtier.json"
@@ -88,7 +88,7 @@ class Layout:
                 raise StoreError(f"No store at {path}: give the store or the mount that holds it.")
             return cls(path, _read_superblock(path))
         except OSError as error:
-            raise StoreError(
+            raise UnreachableError(
                 f"Cannot {'create or open' if create else 'read'} the store at {path}: "
                 f"{error.strerror or error}; check that it exists and that this user owns it."
             ) from error

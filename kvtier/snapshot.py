@@ -124,8 +124,9 @@ class Snapshot:
         text = json.dumps(document, separators=(",", ":")).encode()
         body = [array.astype("<u8", copy=False).tobytes() for array in arrays]
         hasher = xxhash.xxh3_64()
-        for piece in (*body, self.frames):
+        for piece in body:
             hasher.update(piece)
+        hasher.update(self.frames)
         head = HEADER.pack(MAGIC, FORMAT_VERSION, len(text), checksum(text), hasher.intdigest())
         scratch = path.with_name(f".{path.name}.{new_id().hex()}.tmp")
         fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -20,7 +20,7 @@ import numpy as np
 from kvtier import telemetry
 from kvtier.committer import Committer, Staged
 from kvtier.config import Config
-from kvtier.errors import StoreError
+from kvtier.errors import UnreachableError
 from kvtier.format import (
     FrameType,
     Grave,
@@ -85,7 +85,7 @@ class Store:
         try:
             return cls(layout, config)
         except OSError as error:
-            raise StoreError(
+            raise UnreachableError(
                 f"Cannot read the store at {layout.path} ({error.strerror or error}): "
                 "check its permissions and the drive."
             ) from error
@@ -112,7 +112,7 @@ class Store:
             if not path.exists():
                 self.layout.write_once(path, identity.to_json())
         except OSError as error:
-            raise StoreError(
+            raise UnreachableError(
                 f"Cannot write {path} ({error.strerror or error}): free space, or mend the "
                 "permissions of the store."
             ) from error
@@ -268,6 +268,8 @@ class Namespace:
     def clear(self) -> None:
         """Forget every page of this namespace; their space is freed after the grace time."""
         self._store.flush(self._store.config.put_deadline)
+        with contextlib.suppress(OSError):  # an unreadable directory: what is known goes
+            self._store.index.refresh()
         ends = [(segment.ident, segment.applied) for segment in self._store.index.segments()]
         self._store._committer.record(FrameType.WIPE, encode_wipe(self._key, ends))
         self._store.flush(self._store.config.put_deadline)
@@ -341,7 +343,7 @@ def _stretches(missing: Bools, longest: int) -> list[tuple[int, int]]:
     """(start, end) of stretches of missing pages, cut at multiples of `longest`, so that pools put
     one after the other are cut alike."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], missing, [False])).astype(np.int8)))
-    stretches = []
+    stretches: list[tuple[int, int]] = []
     for start, end in edges.reshape(-1, 2).tolist():
         cuts = [start, *range((start // longest + 1) * longest, end, longest), end]
         stretches += itertools.pairwise(cuts)
