@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -12,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kvtier.errors import IdentityError
+from kvtier.sizes import format_size
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ Progress = Callable[[int, int], None]
 """Called with bytes hashed so far and in all, by one thread at a time."""
 
 CACHE_NAME = "weights-sha256.json"
+LOCK_NAME = "weights-sha256.lock"
 CACHE_ENTRIES = 4096
 CHUNK = 8 << 20
 THREADS = 8
@@ -52,33 +55,34 @@ def file_hashes(
     """The SHA-256 of every file in order, and how many bytes were read for it.
 
     A blob of a hub cache is not read, and neither is a file that has the device, inode, size and
-    times it had when `cache_dir` last learned its hash. Raises IdentityError.
+    times it had when `cache_dir` last learned its hash. Of several processes with one cache, one
+    reads and the others wait for it. Raises IdentityError.
     """
-    remembered = _remembered(cache_dir)
     hashes: dict[Path, bytes] = {}
-    missing: dict[Path, str] = {}
-    total = 0
+    versions: dict[Path, str] = {}
     for path in paths:
         with reading(path):
-            status = path.stat()
-        known = hub_hash(path) or remembered.get(_version(status))
-        if known:
-            hashes[path] = known
-        else:
-            missing[path] = _version(status)
-            total += status.st_size
-    meter = _Meter(total, progress)
-    began = time.time_ns()
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="kvtier-sha256") as pool:
-        found = pool.map(lambda path: _hash(path, missing[path], meter), missing)
-        hashes.update(zip(missing, found, strict=True))
-    settled = {
-        missing[path]: hashes[path]
-        for path in missing
-        if _touched(missing[path]) < began - SETTLED_NS
-    }
-    if cache_dir is not None and settled:
-        _remember(cache_dir, settled)
+            versions[path] = _version(path.stat())
+        if blob := hub_hash(path):
+            hashes[path] = blob
+    with _alone(cache_dir):
+        remembered = _remembered(cache_dir)
+        for path in versions.keys() - hashes.keys():
+            if known := remembered.get(versions[path]):
+                hashes[path] = known
+        missing = {path: version for path, version in versions.items() if path not in hashes}
+        total = sum(_bytes_of(version) for version in missing.values())
+        began = time.time_ns()
+        if missing:
+            log.info("Hashing %s of weights, once per version of a file.", format_size(total))
+        hashes |= _read_all(missing, _Meter(total, progress))
+        settled = {
+            version: hashes[path]
+            for path, version in missing.items()
+            if _touched(version) < began - SETTLED_NS
+        }
+        if cache_dir is not None and settled:
+            _remember(cache_dir, remembered, settled)
     return [hashes[path] for path in paths], total
 
 
@@ -109,6 +113,12 @@ class _Meter:
                 self._progress(self._done, self._total)
 
 
+def _read_all(versions: dict[Path, str], meter: _Meter) -> dict[Path, bytes]:
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="kvtier-sha256") as pool:
+        found = pool.map(lambda path: _hash(path, versions[path], meter), versions)
+        return dict(zip(versions, found, strict=True))
+
+
 def _hash(path: Path, version: str, meter: _Meter) -> bytes:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(CHUNK))
@@ -127,9 +137,33 @@ def _version(status: os.stat_result) -> str:
     return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{times}"
 
 
+def _bytes_of(version: str) -> int:
+    return int(version.split(":")[2])
+
+
 def _touched(version: str) -> int:
     """The later of a version's two times, in ns."""
     return max(int(time_ns) for time_ns in version.split(":")[-2:])
+
+
+@contextmanager
+def _alone(cache_dir: Path | None) -> Iterator[None]:
+    """Hold the cache's lock, which ends with the process; without one if there can be none."""
+    with ExitStack() as stack:
+        if cache_dir is not None:
+            try:
+                cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+                lock = os.open(cache_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                stack.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:
+                log.warning(
+                    "The hashes of the weights cannot be kept in %s (%s): each start reads the "
+                    "weights again.",
+                    cache_dir,
+                    error.strerror or error,
+                )
+        yield
 
 
 def _remembered(cache_dir: Path | None) -> dict[str, bytes]:
@@ -152,13 +186,12 @@ def _remembered(cache_dir: Path | None) -> dict[str, bytes]:
         return {}
 
 
-def _remember(cache_dir: Path, fresh: dict[str, bytes]) -> None:
+def _remember(cache_dir: Path, old: dict[str, bytes], fresh: dict[str, bytes]) -> None:
     """Add to the cache. A fault costs the next start its time, not this one."""
-    entries = {k: v for k, v in _remembered(cache_dir).items() if k not in fresh} | fresh
+    entries = {version: old[version] for version in old if version not in fresh} | fresh
     newest = list(entries.items())[-CACHE_ENTRIES:]
     text = json.dumps({version: digest.hex() for version, digest in newest}, indent=0)
     try:
-        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         # The files of NamedTemporaryFile are 0600.
         with tempfile.NamedTemporaryFile("w", dir=cache_dir, delete=False) as file:
             try:

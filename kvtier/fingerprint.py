@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -389,8 +390,9 @@ def _add_extents(digest: hashlib._Hash, path: Path, fd: int, extents: I64) -> in
     """
     bytes_read = 0
     batches = list(_read_batches(extents))
-    _advise(fd, batches[0] if batches else [])
-    for batch, following in zip(batches, [*batches[1:], []], strict=True):
+    batches.append([])
+    _advise(fd, batches[0])
+    for batch, following in pairwise(batches):
         _advise(fd, following)
         parts = [os.pread(fd, length, begin) for begin, length in batch]
         if [len(part) for part in parts] != [length for _, length in batch]:
