@@ -66,7 +66,7 @@ missing_packages() {
     "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
     if [ "$layer" = sglang ]; then
         local include
-        include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))' || true)
+        include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null || true)
         command -v g++ >/dev/null || echo g++
         [ -e "$include/Python.h" ] || echo python3-dev
         has_header openssl/sha.h || echo libssl-dev
