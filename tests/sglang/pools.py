@@ -55,6 +55,8 @@ from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 
+torch.set_num_threads(1)  # small tensors: a pool of threads would only wait for busy cores
+
 BACKEND = "kvtier"
 DEADLINE_S = 120.0
 
@@ -347,6 +349,7 @@ class Engine(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
         args = ServerArgs(
             model_path="dummy",
             page_size=self.cfg.page_size,
+            enable_hierarchical_cache=True,
             hicache_storage_backend=BACKEND,
             hicache_storage_backend_extra_config=json.dumps(
                 {"root": str(self.root), "prefetch_threshold": 1}

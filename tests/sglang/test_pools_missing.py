@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pools import STACKS, Engine, Pages, assert_same_pages, engines
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
+import torch
+from pools import STACKS, Engine, Pages, assert_same_pages, engines, host_bytes
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolTransfer
 
 # One V4.1 is enough here; it has another byte layout with fp4, not other pools.
 KINDS = [stack for stack in STACKS.values() if stack.name != "deepseek-v4.1-fp4"]
@@ -37,10 +38,12 @@ def test_a_pool_that_was_never_stored_ends_the_answer(start, stack, pool, page):
     tokens = before.prompt()
     _leave_out(before, pool, page)
     computed, stored = _store(before, tokens)
+    key = before.page_keys(tokens)[page]
     before.close()
     stored[pool].pop(page, None)
 
     after = start(stack)
+    _assert_no_bytes(after, pool, key)
     boundary = _last_boundary(after, stored)
     assert after.prefetch(tokens) == boundary * after.cfg.page_size
     _assert_loads(after, tokens, boundary, computed)
@@ -97,6 +100,16 @@ def _leave_out(engine: Engine, pool: str, page: int) -> None:
         return answers
 
     engine.storage.batch_set_v2 = without
+
+
+def _assert_no_bytes(engine: Engine, pool: str, key: str) -> None:
+    """Asked for that page outright, the storage backend gives nothing and touches no host page."""
+    entry = engine.entries[pool]
+    slots = torch.arange(entry.host_pool.page_size)
+    before = host_bytes(entry, slots)
+    asked = PoolTransfer(entry.name, host_indices=slots, keys=[key])
+    assert engine.storage.batch_get_v2([asked]) == {entry.name: [False]}
+    assert host_bytes(entry, slots) == before
 
 
 def _last_boundary(engine: Engine, stored: Pages) -> int:

@@ -113,6 +113,7 @@ def start(tmp_path):
     args = ServerArgs(
         model_path="dummy",
         page_size=PAGE,
+        enable_hierarchical_cache=True,
         hicache_storage_backend=BACKEND,
         hicache_storage_backend_extra_config=json.dumps({"root": str(root)}),
     )
