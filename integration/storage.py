@@ -161,7 +161,7 @@ class KvtierStorage(HiCacheStorage):  # type: ignore[misc] # SGLang is not typed
                 "server to use kvtier again."
             )
         try:
-            self._store = Store.open(self.config)
+            self._store = self._open_store()
         except StoreError as error:
             # Disks come and go; what isn't a store, or a newer one, stays so until somebody acts.
             if not isinstance(error, UnreachableError) or not _server_is_starting():
@@ -185,6 +185,17 @@ class KvtierStorage(HiCacheStorage):  # type: ignore[misc] # SGLang is not typed
             f", shard {' '.join(shards)}" if shards else "",
             " ".join(self.pools),
         )
+
+    def _open_store(self) -> Store:
+        """The store, after a page went through it and came back."""
+        store = Store.open(self.config)
+        try:
+            store.canary()
+        except BaseException:
+            store.close()
+            raise
+        commit_at_sigterm(store)
+        return store
 
     def close(self) -> None:
         with self._lock:
@@ -268,16 +279,15 @@ class KvtierStorage(HiCacheStorage):  # type: ignore[misc] # SGLang is not typed
     def _boundaries(
         self, namespace: Namespace, keys: Sequence[str], transfers: Sequence[PoolTransfer]
     ) -> PoolTransferResult:
-        wanted = page_keys(keys)
-        kv = namespace.contains(self._columns[KV], wanted)
-        run = run_length(kv)
-        wanted, kv = wanted[:run], kv[:run]
+        names = [name for name in (KV, *(str(t.name) for t in transfers)) if name in self.pools]
+        columns = [self._columns[name] for name in names]
+        stored: dict[str, Bools] = dict(
+            zip(names, namespace.contains_each(columns, page_keys(keys)), strict=True)
+        )
+        nothing: Bools = np.zeros(len(keys), dtype=np.bool_)
 
         def present(transfer: PoolTransfer) -> Bools:
-            name = str(transfer.name)
-            if name not in self.pools:
-                return np.zeros(run, dtype=np.bool_)
-            return namespace.contains(self._columns[name], wanted)
+            return stored.get(str(transfer.name), nothing)
 
         of = defaultdict(list)
         for transfer in transfers:
@@ -285,7 +295,7 @@ class KvtierStorage(HiCacheStorage):  # type: ignore[misc] # SGLang is not typed
         # BLOCK_GROUPS pools never gate a hit and 0.5.23 emits none: they get no verdict.
         whole, tails = of[PoolHitPolicy.ALL_PAGES], of[PoolHitPolicy.TRAILING_PAGES]
         answer = restorable(
-            kv,
+            stored[KV],
             [present(transfer) for transfer in whole],
             [(present(transfer), max(1, len(transfer.keys or ()))) for transfer in tails],
         )
@@ -473,7 +483,8 @@ def page_keys(keys: Sequence[str]) -> list[bytes]:
     if not set(map(len, keys)) <= {2 * KEY_BYTES}:
         raise ValueError("A page key is not a SHA-256 in hex.")
     joined = bytes.fromhex("".join(keys))
-    return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
+    split: list[bytes] = np.frombuffer(joined, f"V{KEY_BYTES}").tolist()
+    return split
 
 
 def _link(extra_info: HiCacheStorageExtraInfo | None) -> Link:

@@ -164,7 +164,21 @@ class Catalog:
 
     def contains(self, namespace: bytes, column: int, keys: bytes) -> Bools:
         """Which of the 32-byte keys the column has; bool (n,)."""
-        found: Bools = self._lookup(namespace, column, keys) != MISSING
+        return self.contains_each(namespace, [column], keys)[0]
+
+    def contains_each(self, namespace: bytes, columns: Sequence[int], keys: bytes) -> list[Bools]:
+        """Which of the 32-byte keys each column has; bool (n,) a column.
+
+        Columns that are stored together, as the pools of one model are, cost one lookup.
+        """
+        prints = page_prints(keys)
+        found = [np.zeros(len(prints), np.bool_) for _ in columns]
+        for salt, family in self._families.get(namespace, {}).items():
+            asked = [held for column, held in zip(columns, found, strict=True) if column in family]
+            if asked:
+                there = self._values(prints ^ np.uint64(salt)) != MISSING
+                for held in asked:
+                    np.logical_or(held, there, out=held)
         return found
 
     def locate(self, namespace: bytes, column: int, keys: bytes) -> list[Located]:
@@ -316,14 +330,17 @@ class Catalog:
         for salt, columns in self._families.get(namespace, {}).items():
             if column not in columns:
                 continue
-            salted = prints ^ np.uint64(salt)
-            values = self._table.lookup(salted)
-            if self._late:
-                late = [self._late.get(key, -1) for key in salted.tolist()]
-                newer = np.array(late, np.int64)
-                values = np.where(newer >= 0, newer.astype(np.uint64), values)
-            found = np.where(found == MISSING, values, found)
+            found = np.where(found == MISSING, self._values(prints ^ np.uint64(salt)), found)
         return found
+
+    def _values(self, salted: U64) -> U64:
+        """Rows and positions of the entries, MISSING where there is none; shape (n,)."""
+        values = self._table.lookup(salted)
+        if self._late:
+            late = map(self._late.get, salted.tolist(), itertools.repeat(-1))
+            newer = np.array(list(late), np.int64)
+            values = np.where(newer >= 0, newer.astype(np.uint64), values)
+        return values
 
     def _stored(self, row: int, positions: npt.NDArray[np.int64]) -> StoredRun | None:
         segment, manifest, data = self._row(row)

@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.catalog import Catalog, Located, Segment, StoredRun
@@ -61,6 +61,11 @@ class Index:
         """Which of the 32-byte keys the column has; bool (n,)."""
         with self._lock:
             return self._catalog.contains(namespace, column, keys)
+
+    def contains_each(self, namespace: bytes, columns: Sequence[int], keys: bytes) -> list[Bools]:
+        """Which of the 32-byte keys each column has; bool (n,) a column."""
+        with self._lock:
+            return self._catalog.contains_each(namespace, columns, keys)
 
     def locate(self, namespace: bytes, column: int, keys: bytes) -> list[Located]:
         """Where the pages are, run by run. Pages that are not there are left out."""

@@ -234,11 +234,16 @@ class Namespace:
 
     def contains(self, column: Column, keys: Sequence[bytes]) -> Bools:
         """Which pages are committed; bool (n,)."""
+        return self.contains_each([column], keys)[0]
+
+    def contains_each(self, columns: Sequence[Column], keys: Sequence[bytes]) -> list[Bools]:
+        """Which pages of each column are committed; bool (n,) a column."""
         self._store.catch_up()
-        found = self._store.index.contains(self._key, column_id(column), b"".join(keys))
-        hits = int(found.sum())
+        names = [column_id(column) for column in columns]
+        found = self._store.index.contains_each(self._key, names, b"".join(keys))
+        hits = sum(int(np.count_nonzero(there)) for there in found)
         telemetry.LOOKED_UP_PAGES.labels("hit").inc(hits)
-        telemetry.LOOKED_UP_PAGES.labels("miss").inc(len(found) - hits)
+        telemetry.LOOKED_UP_PAGES.labels("miss").inc(len(columns) * len(keys) - hits)
         return found
 
     def get(self, requests: Sequence[PoolPages]) -> list[Bools]:

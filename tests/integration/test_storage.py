@@ -403,7 +403,7 @@ def test_whatever_breaks_below_is_a_miss_with_one_line(start, attach, caplog, mo
     def broken(*_: object) -> None:
         raise RuntimeError("the cable is out")
 
-    for name in ("put", "get", "contains", "clear"):
+    for name in ("put", "get", "contains", "contains_each", "clear"):
         monkeypatch.setattr(namespace, name, broken)
     place = slots(engine, "kv", 0)
     for _ in range(5):
