@@ -33,6 +33,7 @@ from kvtier.errors import ConfigError, KvtierError, StoreError, UnreachableError
 from kvtier.identity import Identity, Weights
 from kvtier.integration import engine
 from kvtier.integration.host_pages import HostPages, Loan
+from kvtier.integration.shutdown import commit_at_sigterm
 from kvtier.pages import KEY_BYTES, ROOT, Bools, Column, Link, PoolPages
 from kvtier.sizes import format_size
 from kvtier.store import Namespace, Store

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvtier import telemetry
 from kvtier.backends.local import SegmentWriter
+from kvtier.breaker import Breaker
 from kvtier.config import Config
 from kvtier.format import (
     Block,
@@ -54,11 +55,14 @@ class Staged:
 class Committer:
     """A queue of staged pages and the thread that commits them in batches."""
 
-    def __init__(self, layout: Layout, index: Index, ring: Ring, config: Config) -> None:
+    def __init__(
+        self, layout: Layout, index: Index, ring: Ring, config: Config, breaker: Breaker
+    ) -> None:
         self._layout = layout
         self._index = index
         self._ring = ring
         self._config = config
+        self._breaker = breaker
         self._writer = new_id()[:12]
         self._next_number = 0
         self._open: dict[bool, SegmentWriter] = {}
@@ -68,12 +72,15 @@ class Committer:
         self._records: list[tuple[FrameType, bytes]] = []
         self._pending: dict[tuple[bytes, Column], _Pages] = defaultdict(set)
         self._first_queued = 0.0
+        self._oldest = 0.0
+        """When the oldest page that is not durable was queued."""
         self._hurry = False
         self._busy = False
         self._closing = False
         self._last_complaint = -60.0
         self.failures = 0
         """Batches, or parts of them, that could not be made durable."""
+        self.last_error = ""
         self._thread = threading.Thread(target=self._work, name="kvtier-commit", daemon=True)
         self._thread.start()
 
@@ -84,11 +91,32 @@ class Committer:
         waiting = self._pending.get((namespace, column), ())
         return [key in waiting for key in keys]
 
+    @property
+    def name(self) -> str:
+        """What this process's segments are called."""
+        return self._writer.hex()
+
+    @property
+    def staged_bytes(self) -> int:
+        """Payload that is accepted and not yet durable."""
+        return self._ring.used
+
+    def window(self) -> tuple[dict[bytes, int], float]:
+        """({namespace: pages that are not durable yet}, seconds the oldest has waited)."""
+        with self._changed:
+            pages: dict[bytes, int] = {}
+            for (namespace, _), waiting in self._pending.items():
+                pages[namespace] = max(pages.get(namespace, 0), len(waiting))
+            waited = time.monotonic() - self._oldest if any(pages.values()) else 0.0
+        return pages, waited
+
     def submit(self, staged: Staged) -> None:
         """Queue pages. Slices must come in the order in which the ring gave them."""
         with self._changed:
             if not self._queue and not self._records:
                 self._first_queued = time.monotonic()
+            if not (self._queue or self._busy):
+                self._oldest = time.monotonic()
             self._queue.append(staged)
             self._pending[staged.namespace, staged.column].update(staged.keys)
             self._changed.notify_all()
@@ -136,8 +164,11 @@ class Committer:
                     return
                 batch, records = self._take_batch()
                 self._busy = True
+            failures = self.failures
             try:
                 self._commit(batch, records)
+                if self.failures == failures:
+                    self._breaker.passed()
             except OSError as error:
                 self._complain(error, sum(len(piece.keys) for piece in batch))
             except Exception:  # the thread must outlive any fault: without it nothing is stored
@@ -180,6 +211,7 @@ class Committer:
             for piece in batch:
                 self._pending[piece.namespace, piece.column].difference_update(piece.keys)
             self._busy = False
+            self._oldest = self._first_queued
             self._changed.notify_all()
 
     def _commit(self, batch: list[Staged], records: list[tuple[FrameType, bytes]]) -> None:
@@ -291,6 +323,8 @@ class Committer:
 
     def _complain(self, error: OSError, pages: int) -> None:
         self.failures += 1
+        self.last_error = error.strerror or str(error)
+        self._breaker.failed(self.last_error)
         telemetry.PUT_PAGES.labels("failed").inc(pages)
         if time.monotonic() - self._last_complaint > 10:
             self._last_complaint = time.monotonic()

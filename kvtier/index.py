@@ -167,6 +167,11 @@ class Index:
             self._layout.adopt(path)
             self._load(Snapshot.load(path))
 
+    def reload(self) -> None:
+        """Forget what was discarded in this process only."""
+        with self._reading:
+            self._load(Snapshot.load(self._layout.index / SNAPSHOT))
+
     def rebuild(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Forget the snapshot and read every manifest from its first byte.
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvtier import telemetry
 from kvtier.backends.local import read_extent
+from kvtier.breaker import Breaker
 from kvtier.catalog import Located
 from kvtier.config import Config
 from kvtier.format import ALIGNMENT, Block, Grave, align, block_seed, checksum, column_id, part_seed
@@ -98,10 +99,11 @@ _Flight = tuple[_Extent, "Future[tuple[Arena, int, list[Bools]]]"]
 class Reader:
     """Gets pages out of the segments. Faults are misses: nothing here raises for a bad drive."""
 
-    def __init__(self, layout: Layout, index: Index, config: Config) -> None:
+    def __init__(self, layout: Layout, index: Index, config: Config, breaker: Breaker) -> None:
         self._layout = layout
         self._index = index
         self._config = config
+        self._breaker = breaker
         self._buffers = BufferPool(config.staging_size)
         self._threads = ThreadPoolExecutor(config.read_threads, "kvtier-read")
         self._last_complaint = -60.0
@@ -160,6 +162,10 @@ class Reader:
 
     def _read_all(self, task: _Task, extents: list[_Extent]) -> None:
         """Read extents a few at a time, in the order of the files, and copy out what is right."""
+        if extents and not self._breaker.allows():
+            for extent in extents:
+                self._give_up(task, extent, "stopped")
+            return
         waiting = deque(extents)
         flying: deque[_Flight] = deque()
         while waiting or flying:
@@ -169,14 +175,18 @@ class Reader:
             extent, future = flying.popleft()
             try:
                 arena, start, right = future.result(max(0.0, task.deadline - time.monotonic()))
-            except Late as error:
+            except Late:
                 self._abandon([future, *(other for _, other in flying)])
                 for other in (extent, *(e for e, _ in flying), *waiting):
-                    self._missed(task, other, error)
+                    self._give_up(task, other, "late")
+                self._breaker.failed(
+                    f"no answer within {self._config.read_deadline:g} s", at_once=True
+                )
                 return
             except OSError as error:
                 self._missed(task, extent, error)
                 continue
+            self._breaker.passed()
             for span, good in zip(extent.spans, right, strict=True):
                 if not good.all():
                     bad = np.flatnonzero(~good)
@@ -232,18 +242,22 @@ class Reader:
                 future.add_done_callback(returned)
 
     def _missed(self, task: _Task, extent: _Extent, error: OSError) -> None:
-        late = isinstance(error, Late)
+        """A read failed: forget its pages here, or the engine would ask for them for ever. They
+        are known again after the next start, or when a drive that failed for long works again."""
+        self._give_up(task, extent, "failed")
         for span in extent.spans:
-            task.fail(span.request, int(span.wanted[0]))
-            telemetry.GET_PAGES.labels("late" if late else "failed").inc(len(span.wanted))
-            if not late:
-                # Answering yes again would make the engine ask again, for ever.
-                for grave in span.graves(np.ones(len(span.wanted), np.bool_)):
-                    self._index.discard(grave)
+            for grave in span.graves(np.ones(len(span.wanted), np.bool_)):
+                self._index.discard(grave)
+        if not isinstance(error, FileNotFoundError):
+            self._breaker.failed(error.strerror or str(error))
         if time.monotonic() - self._last_complaint > 10:
             self._last_complaint = time.monotonic()
-            why = f"no answer within {self._config.read_deadline} s" if late else str(error)
-            logger.error("kvtier: cannot read %s (%s): counted as a miss", extent.segment, why)
+            logger.error("kvtier: cannot read %s (%s): counted as a miss", extent.segment, error)
+
+    def _give_up(self, task: _Task, extent: _Extent, outcome: str) -> None:
+        for span in extent.spans:
+            task.fail(span.request, int(span.wanted[0]))
+            telemetry.GET_PAGES.labels(outcome).inc(len(span.wanted))
 
 
 def _verify(namespace: bytes, span: _Span, data: memoryview, there: int) -> Bools:

@@ -24,6 +24,7 @@ from kvtier.layout import (
     Layout,
     segment_id,
 )
+from kvtier.status import Status, statuses
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class StoreReport:
     """Payload on disk that no manifest names yet: a running server's last moments, or what a
     crash left."""
     health: Health
+    processes: list[Status]
+    """What the processes that have the store open say."""
     namespaces: list[NamespaceReport] = field(default_factory=list)
 
 
@@ -86,6 +89,7 @@ def report(layout: Layout, index: Index) -> StoreReport:
         foreign=foreign_files(layout),
         uncommitted=_uncommitted(layout, index),
         health=index.health(),
+        processes=statuses(layout),
         namespaces=[_namespace(layout, index, name, found.get(name)) for name in sorted(names)],
     )
 

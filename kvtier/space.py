@@ -22,6 +22,7 @@ from kvtier.format import (
 )
 from kvtier.index import Index
 from kvtier.layout import PAYLOAD_SUFFIX, Layout, segment_id
+from kvtier.status import remove_dead
 
 _SLACK_BYTES = 16 << 10
 """Space below this is not worth a system call: the file system's own blocks look the same."""
@@ -147,6 +148,7 @@ def _remove_orphans(layout: Layout, index: Index) -> None:
         stem = name.removesuffix(PAYLOAD_SUFFIX)
         if segment_id(stem) and stem not in known and not layout.manifest(stem).exists():
             layout.payload(stem).unlink(missing_ok=True)
+    remove_dead(layout)
     for scratch in layout.index.glob(".*.tmp"):
         scratch.unlink(missing_ok=True)
     for scratch in layout.segments.glob(".*.tmp"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import os
 import threading
 import time
@@ -16,8 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier import telemetry
+from kvtier.breaker import Breaker
 from kvtier.committer import Committer, Staged
 from kvtier.config import Config
 from kvtier.errors import UnreachableError
@@ -27,32 +28,26 @@ from kvtier.format import (
     block_seed,
     checksum,
     column_id,
-    encode_recency,
     encode_wipe,
+    new_id,
     part_seed,
 )
 from kvtier.identity import Identity
 from kvtier.index import Index
+from kvtier.keeper import Keeper
 from kvtier.layout import Layout
 from kvtier.memory import Ring, Slice, gather
-from kvtier.pages import ROOT, Bools, Column, Link, PoolPages
+from kvtier.pages import ROOT, Bools, Column, Link, PageBuffers, PoolPages
 from kvtier.place import default_root, store_path
 from kvtier.reader import Reader
-from kvtier.space import reclaim
 
 logger = logging.getLogger("kvtier")
+
+_CANARY_BYTES = 64 << 10
 
 RUN_PAGES = 128
 """Pages of a run: as many as SGLang passes in one call of its KV pool (STORAGE_BATCH_SIZE), so
 that the pools of a page family meet in the same run."""
-
-_KEEPER_SECONDS = 1.0
-"""The keeper looks for what other processes have committed at least this often."""
-
-_CATCH_UP_SECONDS = 0.1
-"""A lookup waits this long for the keeper to read what was just committed elsewhere."""
-
-_RECENCY_SECONDS = 30.0
 
 
 class Store:
@@ -63,17 +58,19 @@ class Store:
         self.config = config
         self.index = Index(layout)
         self._ring = Ring(config.staging_size)
-        self._committer = Committer(layout, self.index, self._ring, config)
-        self._reader = Reader(layout, self.index, config)
+        self.reads, self.writes = Breaker("reads"), Breaker("writes")
+        self._committer = Committer(layout, self.index, self._ring, config, self.writes)
+        self._reader = Reader(layout, self.index, config, self.reads)
+        self._page_tokens: dict[bytes, int] = {}
+        self._keeper = Keeper(
+            layout,
+            self.index,
+            self._committer,
+            (self.reads, self.writes),
+            lambda namespace: self._page_tokens.get(namespace, 0),
+        )
         self._putting = threading.Lock()
-        self._used: dict[bytes, dict[bytes, int]] = {}
-        self._keeper_wake = threading.Event()
-        self._caught_up = threading.Condition()
-        self._rounds = 0
-        self._reclaim_at = math.inf
         self._closed = False
-        self._keeper = threading.Thread(target=self._keep, name="kvtier-keeper", daemon=True)
-        self._keeper.start()
 
     @classmethod
     def open(cls, config: Config) -> Store:
@@ -116,6 +113,8 @@ class Store:
                 f"Cannot write {path} ({error.strerror or error}): free space, or mend the "
                 "permissions of the store."
             ) from error
+        tokens = identity.document.get("page_tokens", 0)
+        self._page_tokens[identity.id_bytes] = tokens if isinstance(tokens, int) else 0
         return Namespace(self, identity, anchor)
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -126,14 +125,46 @@ class Store:
         """Commit what was put, save the index, end the threads. A second call does nothing."""
         if self._closed:
             return
-        self._log_recency()
+        self._keeper.log_recency()
         with self._putting:
             self._closed = True
         self._committer.close(timeout)
-        self._keeper_wake.set()
-        self._keeper.join(timeout)
+        self._keeper.close(timeout)
         self._reader.close()
         self._save_index()
+
+    def canary(self) -> None:
+        """Write, sync and read back one family the way pages go, then forget it.
+
+        UnreachableError, with the reason, if its bytes do not come back in time.
+        """
+        key = new_id() + new_id()
+        columns = (Column("canary"), Column("canary.tail"))
+        sent = np.frombuffer(os.urandom(_CANARY_BYTES), np.uint8)
+        got = np.zeros(2 * _CANARY_BYTES, np.uint8)
+        namespace = Namespace(self, Identity.of({"canary": True}), None)
+        for number, column in enumerate(columns):
+            page = PoolPages(column, [key], _one_page(sent), trailing=bool(number))
+            namespace.put(page, Link(ROOT, 0))
+        if not self.flush(self.config.put_deadline):
+            raise UnreachableError(
+                f"{self.root} did not take a test page within {self.config.put_deadline:g} s: "
+                "check the drive."
+            )
+        halves = np.split(got, 2)
+        requests = [
+            PoolPages(column, [key], _one_page(half))
+            for column, half in zip(columns, halves, strict=True)
+        ]
+        answers = namespace.get(requests)
+        if not all(a.all() for a in answers) or not all((h == sent).all() for h in halves):
+            reason = self.writes.reason or self.reads.reason or self._committer.last_error
+            raise UnreachableError(
+                f"{self.root} did not give a test page back ({reason or 'no error was reported'}): "
+                "check the drive and its free space."
+            )
+        places = [self.index.locate(namespace._key, column_id(c), key)[0] for c in columns]
+        self.bury([place.stored.grave(int(place.stored.positions[0]), 1) for place in places])
 
     def bury(self, graves: Sequence[Grave]) -> None:
         """Forget pages for good: their bytes were not what was stored."""
@@ -143,62 +174,23 @@ class Store:
 
     def still_there(self, graves: Sequence[Grave]) -> list[Grave]:
         """The places that nobody has deleted meanwhile: only they should hold what was stored."""
-        with contextlib.suppress(OSError):  # then nothing new is known, which is said elsewhere
-            self.index.refresh()
+        self._keeper.catch_up(self.config.read_deadline)
         return [grave for grave in graves if self.index.holds(grave)]
 
     def reclaim_later(self) -> None:
         """Give space of deleted pages back once readers had time to notice."""
-        self._reclaim_at = time.monotonic() + self.config.grace
-
-    def catch_up(self) -> None:
-        """See what other processes have committed; gives up soon if the drive is slow."""
-        if not self.index.rung():
-            return
-        with self._caught_up:
-            goal = self._rounds + 1
-            self._keeper_wake.set()
-            self._caught_up.wait_for(lambda: self._rounds >= goal, _CATCH_UP_SECONDS)
-
-    def note_use(self, namespace: bytes, key: bytes) -> None:
-        """A chain was restored or extended up to this page; logged from time to time."""
-        now = time.time_ns()
-        self.index.note_use(namespace, key, now)
-        self._used.setdefault(namespace, {})[key] = now
-
-    def _log_recency(self) -> None:
-        for namespace in list(self._used):
-            used = self._used.pop(namespace)
-            body = encode_recency(namespace, list(used.items()))
-            self._committer.record(FrameType.RECENCY, body)
-
-    def _keep(self) -> None:
-        logged = time.monotonic()
-        while not self._closed:
-            self._keeper_wake.wait(_KEEPER_SECONDS)
-            self._keeper_wake.clear()
-            try:
-                self.index.refresh()
-                if time.monotonic() >= self._reclaim_at:
-                    self._reclaim_at = math.inf
-                    reclaim(self.layout, self.index)
-                if self.index.stale():
-                    self.index.save()
-            except OSError as error:
-                logger.warning("kvtier: cannot read %s: %s", self.root, error)
-                time.sleep(_KEEPER_SECONDS)
-            with self._caught_up:
-                self._rounds += 1
-                self._caught_up.notify_all()
-            if time.monotonic() - logged > _RECENCY_SECONDS:
-                logged = time.monotonic()
-                self._log_recency()
+        self._keeper.reclaim_at(time.monotonic() + self.config.grace)
 
     def _save_index(self) -> None:
         try:
             self.index.save()
         except OSError as error:
             logger.warning("kvtier: cannot save the index (%s); the next start reads more", error)
+
+
+def _one_page(memory: npt.NDArray[np.uint8]) -> PageBuffers:
+    """One page that is this memory."""
+    return PageBuffers(np.array([[memory.ctypes.data]], np.uint64), (len(memory),))
 
 
 class Namespace:
@@ -220,12 +212,15 @@ class Namespace:
         with self._store._putting:
             answer = self._known(pages.column, keys)
             if answer.any():
-                self._store.note_use(self._key, keys[int(np.flatnonzero(answer)[-1])])
+                self._store._keeper.note_use(self._key, keys[int(np.flatnonzero(answer)[-1])])
                 telemetry.PUT_PAGES.labels("known").inc(int(answer.sum()))
             if answer.all() or self._store._closed:
                 return answer
             if not answer[0] and not self._parent_known(pages, link):
                 telemetry.PUT_PAGES.labels("no_parent").inc(int((~answer).sum()))
+                return answer
+            if not self._store.writes.allows():
+                telemetry.PUT_PAGES.labels("stopped").inc(int((~answer).sum()))
                 return answer
             outcome = self._stage_missing(pages, link, answer)
             if outcome:
@@ -238,7 +233,10 @@ class Namespace:
 
     def contains_each(self, columns: Sequence[Column], keys: Sequence[bytes]) -> list[Bools]:
         """Which pages of each column are committed; bool (n,) a column."""
-        self._store.catch_up()
+        if not self._store.reads.ready():
+            return [np.zeros(len(keys), np.bool_) for _ in columns]
+        if self._store.index.rung():
+            self._store._keeper.catch_up()
         names = [column_id(column) for column in columns]
         found = self._store.index.contains_each(self._key, names, b"".join(keys))
         hits = sum(int(np.count_nonzero(there)) for there in found)
@@ -267,7 +265,7 @@ class Namespace:
         for request, answer in zip(requests, answers, strict=True):
             if answer.any():
                 last = request.keys[int(np.flatnonzero(answer)[-1])]
-                self._store.note_use(self._key, last)
+                self._store._keeper.note_use(self._key, last)
         return answers
 
     def clear(self) -> None:
@@ -309,6 +307,9 @@ class Namespace:
                 left = deadline - time.monotonic()
                 data = self._store._ring.take(size * (end - start), left)
                 if data is None:
+                    wait = self._store.config.put_deadline
+                    reason = f"nothing could be written for {wait:g} s"
+                    self._store.writes.failed(reason, at_once=True)
                     return "no_room"
                 gather(pages.buffers, np.arange(start, end), data.address)
             self._submit(pages, link, slice(start, end), data)

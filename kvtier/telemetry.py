@@ -7,7 +7,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 PUT_PAGES = Counter("kvtier_put_pages", "Pages offered, by what became of them", ["outcome"])
 """outcome: stored, known (already there), no_parent, no_room (staging full past the deadline),
-failed (a write or sync failed), too_large."""
+stopped (the drive fails), failed (a write or sync failed), too_large."""
 
 WRITTEN_BYTES = Counter("kvtier_written_bytes", "Payload made durable, in bytes")
 COMMITS = Counter("kvtier_commits", "Batches made durable")
@@ -18,8 +18,26 @@ UNCOMMITTED_BYTES = Gauge(
     multiprocess_mode="livesum",
 )
 
+UNCOMMITTED_TOKENS = Gauge(
+    "kvtier_uncommitted_tokens",
+    "Tokens whose pages are accepted but not yet durable",
+    multiprocess_mode="livesum",
+)
+UNCOMMITTED_SECONDS = Gauge(
+    "kvtier_uncommitted_seconds",
+    "Age of the oldest page that is not yet durable",
+    multiprocess_mode="livemax",
+)
+BREAKER_OPEN = Gauge(
+    "kvtier_breaker_open",
+    "1 while a failing drive is left alone, by side (reads, writes)",
+    ["side"],
+    multiprocess_mode="livemax",
+)
+
 GET_PAGES = Counter("kvtier_get_pages", "Pages asked for, by what became of them", ["outcome"])
-"""outcome: read, absent, damaged (checksum), failed (I/O error), late (deadline)."""
+"""outcome: read, absent, damaged (checksum), failed (I/O error), late (deadline), stopped (the
+drive fails)."""
 
 READ_BYTES = Counter("kvtier_read_bytes", "Payload read and verified, in bytes")
 LOOKED_UP_PAGES = Counter("kvtier_lookup_pages", "Pages looked up, by answer", ["answer"])

@@ -77,6 +77,16 @@ def _health_lines(found: StoreReport) -> list[str]:
     if found.foreign:
         shown = ", ".join(found.foreign[:3]) + (" ..." if len(found.foreign) > 3 else "")
         lines.append(f"[yellow]foreign: {len(found.foreign)} files kvtier did not make: {shown}[/]")
+    for status in found.processes:
+        if status.uncommitted_tokens or status.uncommitted_bytes:
+            lines.append(
+                f"process {status.pid}: {count(status.uncommitted_tokens)} tokens, "
+                f"{format_size(status.uncommitted_bytes)} not durable yet, "
+                f"oldest {status.uncommitted_seconds:.1f} s"
+            )
+        for side, why in (("reads", status.reads_stopped), ("writes", status.writes_stopped)):
+            if why:
+                lines.append(f"[red]process {status.pid}: no {side} for now: {why}[/]")
     return lines or ["[green]healthy[/]: no torn frames, no damage, nothing uncommitted"]
 
 
@@ -192,6 +202,7 @@ def _store_document(found: StoreReport) -> dict[str, Any]:
         "live_writers": found.health.live_writers,
         "damaged": found.health.damaged,
         "unreadable": found.health.unreadable,
+        "processes": [vars(status) for status in found.processes],
         "namespaces": [
             {
                 "id": n.id,

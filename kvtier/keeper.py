@@ -1,0 +1,134 @@
+"""What a store does on its own from time to time: see what others committed, save the index, give
+space back, log what was used, say how it is. One thread."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from kvtier import telemetry
+from kvtier.breaker import Breaker
+from kvtier.committer import Committer
+from kvtier.format import FrameType, encode_recency
+from kvtier.index import Index
+from kvtier.layout import Layout
+from kvtier.space import reclaim
+from kvtier.status import StatusFile
+
+logger = logging.getLogger("kvtier")
+
+ROUND_SECONDS = 1.0
+"""It looks for what other processes have committed at least this often."""
+
+CATCH_UP_SECONDS = 0.1
+"""A lookup waits this long for a round that reads what was just committed elsewhere."""
+
+RECENCY_SECONDS = 30.0
+
+
+class Keeper:
+    """The thread, and what it is asked to do."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        index: Index,
+        committer: Committer,
+        breakers: tuple[Breaker, Breaker],
+        page_tokens: Callable[[bytes], int],
+    ) -> None:
+        """`breakers`: of reads and of writes. `page_tokens`: tokens of a page of a namespace."""
+        self._layout = layout
+        self._index = index
+        self._committer = committer
+        self._reads, self._writes = breakers
+        self._page_tokens = page_tokens
+        self._status = StatusFile(layout, committer.name)
+        self._used: dict[bytes, dict[bytes, int]] = {}
+        self._reclaim_at = math.inf
+        self._recoveries = 0
+        self._rounds = 0
+        self._round_done = threading.Condition()
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._keep, name="kvtier-keeper", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout: float | None) -> None:
+        """End the thread."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout)
+        self._status.close()
+
+    def catch_up(self, timeout: float = CATCH_UP_SECONDS) -> None:
+        """See what other processes have committed; gives up if the drive is slow."""
+        with self._round_done:
+            goal = self._rounds + 1
+            self._wake.set()
+            self._round_done.wait_for(lambda: self._rounds >= goal, timeout)
+
+    def note_use(self, namespace: bytes, key: bytes) -> None:
+        """A chain was restored or extended up to this page."""
+        now = time.time_ns()
+        self._index.note_use(namespace, key, now)
+        self._used.setdefault(namespace, {})[key] = now
+
+    def log_recency(self) -> None:
+        """Queue what was used since the last call for the manifests."""
+        for namespace in list(self._used):
+            used = self._used.pop(namespace)
+            body = encode_recency(namespace, list(used.items()))
+            self._committer.record(FrameType.RECENCY, body)
+
+    def reclaim_at(self, when: float) -> None:
+        """Give space of deleted pages back at this monotonic time."""
+        self._reclaim_at = when
+
+    def _keep(self) -> None:
+        logged = time.monotonic()
+        self._tell()
+        while not self._closing:
+            self._wake.wait(ROUND_SECONDS)
+            self._wake.clear()
+            try:
+                self._round()
+            except OSError as error:
+                logger.warning("kvtier: cannot read %s: %s", self._layout.path, error)
+                time.sleep(ROUND_SECONDS)
+            with self._round_done:
+                self._rounds += 1
+                self._round_done.notify_all()
+            self._tell()
+            if time.monotonic() - logged > RECENCY_SECONDS:
+                logged = time.monotonic()
+                self.log_recency()
+
+    def _round(self) -> None:
+        self._index.refresh()
+        if self._reads.recoveries != self._recoveries:
+            # Pages that could not be read while the drive failed are known again.
+            self._recoveries = self._reads.recoveries
+            self._index.reload()
+        if time.monotonic() >= self._reclaim_at:
+            self._reclaim_at = math.inf
+            reclaim(self._layout, self._index)
+        if self._index.stale():
+            self._index.save()
+
+    def _tell(self) -> None:
+        pages, waited = self._committer.window()
+        tokens = sum(count * self._page_tokens(namespace) for namespace, count in pages.items())
+        telemetry.UNCOMMITTED_TOKENS.set(tokens)
+        telemetry.UNCOMMITTED_SECONDS.set(waited)
+        self._status.write(
+            uncommitted_bytes=self._committer.staged_bytes,
+            uncommitted_tokens=tokens,
+            uncommitted_seconds=round(waited, 3),
+            failures=self._committer.failures,
+            reads_stopped=self._reads.reason,
+            writes_stopped=self._writes.reason,
+        )
