@@ -42,8 +42,8 @@ def test_sizes(text: str | int, size: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "G", "B", "ten", "1,5G", "1e9", "0x10", "-1", "-1G", -1, "+1", "1G2", "1 0G", "\uff11G",
-     "1.2.3K", ".", "inf", True, None, 1.5, b"1G", "1\0"],
+    ["", " ", "G", "B", "ten", "1,5G", "1e9", "0x10", "-1", "-1G", -1, "+1", "1G2", "1 0G",
+     "\uff11G", "1.2.3K", ".", "inf", True, None, 1.5, b"1G", "1\0"],
 )  # fmt: skip
 def test_what_is_no_size_is_refused_with_the_units(text: object) -> None:
     with pytest.raises(ConfigError, match=r"K, M, G, T .*Ki, Mi, Gi, Ti") as caught:
