@@ -157,19 +157,22 @@ def _create(path: Path) -> None:
     for folder in reversed([parent for parent in path.parents if not parent.exists()]):
         folder.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: nobody may swap the store
     path.mkdir(mode=0o700, exist_ok=True)
+    # Looked at before the superblock: what another process makes meanwhile is not foreign.
+    names = sorted(entry.name for entry in path.iterdir())
+    segments = (path / SEGMENTS).is_dir() and any((path / SEGMENTS).iterdir())
     if not (path / SUPERBLOCK).exists():
-        foreign = sorted(
-            entry.name
-            for entry in path.iterdir()
-            if entry.name not in (SEGMENTS, NAMESPACES, INDEX, LOCK, "lost+found")
-            and not entry.name.startswith(f".{SUPERBLOCK}.")
-        )
+        foreign = [
+            name
+            for name in names
+            if name not in (SEGMENTS, NAMESPACES, INDEX, LOCK, "lost+found")
+            and not name.startswith(f".{SUPERBLOCK}.")
+        ]
         if foreign:
             raise StoreError(
                 f"{path} holds other files ({', '.join(foreign[:3])}) and no {SUPERBLOCK}: "
                 "choose an empty directory, or the mount above it."
             )
-        if (path / SEGMENTS).is_dir() and any((path / SEGMENTS).iterdir()):
+        if segments:
             raise StoreError(
                 f"{path} holds segments and no {SUPERBLOCK}: restore that file from a copy, or "
                 "move the store away and start anew."
