@@ -7,6 +7,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,9 @@ WRITE_BYTES = 16 << 20
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
+
+_FLOCK = struct.Struct("@hhqqi4x")
+"""struct flock of fcntl(2): type, whence, start, length, process."""
 
 
 def open_direct(path: Path, flags: int, *, direct: bool) -> tuple[int, bool]:
@@ -103,6 +107,7 @@ class SegmentWriter:
             )
             self._sequence += 1
         data = b"".join(frames)
+        hide_from(self._log, self.manifest_size)
         try:
             written = 0
             while written < len(data):
@@ -112,6 +117,7 @@ class SegmentWriter:
             # Nothing of this may be believed; what a crash leaves of it is exact all the same.
             os.ftruncate(self._log, self.manifest_size)
             raise
+        hide_from(self._log, None)
         self.manifest_size += len(data)
 
     def abandon(self) -> None:
@@ -128,6 +134,20 @@ class SegmentWriter:
         if self._data >= 0:
             os.close(self._data)
         os.close(self._log)
+
+
+def hide_from(fd: int, offset: int | None) -> None:
+    """Tell readers that an open manifest's bytes from `offset` on are not durable yet; None: all
+    are. A lock that the kernel ends with the descriptor, and that nobody waits for."""
+    kind = fcntl.F_UNLCK if offset is None else fcntl.F_WRLCK
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, offset or 0, 0, 0))
+
+
+def durable_end(fd: int, size: int) -> int:
+    """How much of the first `size` bytes of an open manifest its living writer has synced."""
+    asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, start, _, _ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
+    return size if kind == fcntl.F_UNLCK else min(size, start)
 
 
 def _merged(blocks: Sequence[tuple[int, Slice]]) -> list[tuple[int, memoryview]]:

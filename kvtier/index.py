@@ -5,6 +5,7 @@ Every process of a host keeps one. The manifests are the truth; all else is comp
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvtier.backends.local import durable_end
 from kvtier.catalog import Catalog, Located, Segment, StoredRun
 from kvtier.format import Grave, scan_frames
 from kvtier.layout import MANIFEST_SUFFIX, Layout
@@ -258,14 +260,22 @@ class Index:
         segment.seen, segment.live = size, live
 
     def _tail(self, segment: Segment) -> tuple[bytes, int, bool]:
-        """(bytes not yet applied, size of the manifest, whether its writer lives)."""
+        """(durable bytes not yet applied, where they end, whether the manifest's writer lives)."""
         path = self._layout.manifest(segment.name)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             live = _held(fd)
             size = os.fstat(fd).st_size
-            if size == segment.seen and live:
-                return b"", size, live
+            if live:
+                # What its writer has not synced is not committed: a power cut may take it back.
+                size = durable_end(fd, size)
+                if size == segment.seen:
+                    return b"", size, live
+            elif size > segment.applied:
+                # A writer that was killed may not have come to its sync. A drive that refuses will
+                # refuse new commits as well; what it holds can be read all the same.
+                with contextlib.suppress(OSError):
+                    os.fdatasync(fd)
             return _read(fd, segment.applied, size), size, live
         finally:
             os.close(fd)
