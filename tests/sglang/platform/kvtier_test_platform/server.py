@@ -134,6 +134,7 @@ class Server:
             "--skip-server-warmup",
             "--enable-hierarchical-cache",
             "--enable-cache-report",
+            "--sleep-on-idle",  # else an idle server takes a whole core
         )
         return [
             *("setpriv", "--pdeathsig", "KILL", "--"),
