@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -28,7 +29,7 @@ _SLACK_BYTES = 16 << 10
 """Space below this is not worth a system call: the file system's own blocks look the same."""
 
 _SCRATCH_SECONDS = 60.0
-"""A manifest gets its name within moments of its creation."""
+"""A file gets its name within moments of its creation."""
 
 _NO_HOLES = (errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -151,6 +152,8 @@ def _remove_orphans(layout: Layout, index: Index) -> None:
     remove_dead(layout)
     for scratch in layout.index.glob(".*.tmp"):
         scratch.unlink(missing_ok=True)
-    for scratch in layout.segments.glob(".*.tmp"):
-        if time.time() - scratch.stat().st_mtime > _SCRATCH_SECONDS:
-            scratch.unlink(missing_ok=True)
+    for folder in (layout.path, layout.namespaces, layout.segments):
+        for scratch in folder.glob(".*.tmp"):
+            with contextlib.suppress(FileNotFoundError):  # it just got its name
+                if time.time() - scratch.stat().st_mtime > _SCRATCH_SECONDS:
+                    scratch.unlink()
