@@ -125,7 +125,7 @@ def main() -> int:
         try:
             return 0 if demonstrate(Path(store)) else 1
         except (ServerError, TimeoutError) as error:
-            console.print(str(error), style="red", markup=False)
+            console.print(str(error), style="red", markup=False, soft_wrap=True)
             return 1
         except KeyboardInterrupt:
             return 130
