@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core lint bench-quick clean setup-core setup-sglang
+.PHONY: help demo test test-core lint bench-quick crash clean setup-core setup-sglang
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,7 +17,7 @@ test: setup-sglang ## the whole suite, with real SGLang servers
 	$(BIN)/python -m pytest $(ARGS)
 
 test-core: setup-core ## the tests that need no SGLang
-	$(BIN)/python -m pytest --ignore=tests/sglang $(ARGS)
+	$(BIN)/python -m pytest --ignore=tests/sglang --ignore=tests/integration $(ARGS)
 
 lint: setup-core ## ruff and mypy
 	$(BIN)/ruff check .
@@ -29,6 +29,9 @@ lint: setup-core ## ruff and mypy
 
 bench-quick: setup-sglang ## write, read and lookup speed against SGLang's file backend
 	@$(BIN)/python tools/bench_quick.py $(ARGS)
+
+crash: setup-core ## power cuts, kills, torn writes, rot and bad drives: the long form, about two hours, as root
+	@cd tools && ../$(BIN)/python -m powercut --form long --output ../build/powercut.json $(ARGS)
 
 clean: ## remove .venv and what tools left behind
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
