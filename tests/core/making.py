@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ def get_each(
     return [get(namespace, [one], size, column)[0] for one in page_keys]
 
 
-@contextmanager
+@contextlib.contextmanager
 def opened(root: Path, model: str = "model", **changes: Any) -> Iterator[tuple[Store, Namespace]]:
     """An open store and a namespace in it."""
     store = Store.open(settings(root, **changes))
@@ -235,6 +235,14 @@ def lose_index(store: Path) -> None:
 
 
 def frozen_copy(store: Path, target: Path) -> Path:
-    """The store as a kill at this moment would leave it, under another root."""
-    shutil.copytree(store, store_of(target), ignore_dangling_symlinks=True)
+    """The store as a kill at this moment would leave it, under another root.
+
+    In the order index, manifests, payload: what one names is then in the next.
+    """
+    for order in ("index/*", "*.json", "namespaces/*", "segments/*.kvm", "segments/*.kvs"):
+        for path in store.glob(order):
+            copy = store_of(target) / path.relative_to(store)
+            copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # replaced or removed meanwhile
+                shutil.copy2(path, copy)
     return target
