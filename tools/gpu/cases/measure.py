@@ -1,0 +1,182 @@
+"""What is measured with one server: restores after a restart, and a stream beside one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from cases.server import Answer, Logprobs, Server
+from cases.store import forget, settle
+
+Result = dict[str, Any]
+"""Figures of one case, as they go into the JSON file."""
+
+VOCABULARY = range(10, 500)
+"""Token ids that every model here has."""
+
+PAGE = 256
+"""Tokens a page of the DeepSeek models, to which `remainders` refer."""
+
+LOAD_SESSIONS, LOAD_OUTPUT = 4, 192
+
+
+def prompt(seed: object, count: int) -> list[int]:
+    """`count` token ids, the same for the same seed."""
+    generator = random.Random(str(seed))
+    return generator.choices(VOCABULARY, k=count)
+
+
+def warm_up(server: Server, seed: str) -> None:
+    """What a process does once, such as compiling kernels, is not the prompts' time."""
+    server.ask(prompt(seed, server.case.medium))
+
+
+def difference(one: Logprobs, other: Logprobs) -> float:
+    """Largest difference of log probabilities, up to where the outputs part; inf if at once."""
+    pairs = list(zip(one, other, strict=True))
+    same = list(itertools.takewhile(lambda pair: pair[0][0] == pair[1][0], pairs))
+    return max((abs(a[1] - b[1]) for a, b in same), default=math.inf)
+
+
+def compared(answer: Answer, reference: Answer) -> Result:
+    return {
+        "logprob": difference(answer.logprobs, reference.logprobs),
+        "same_tokens": [t for t, _ in answer.logprobs] == [t for t, _ in reference.logprobs],
+    }
+
+
+# --- before and after the restart ---------------------------------------------------------------
+
+
+class Restart:
+    """One case over a restart. Call `fill`, kill the server and start it again, then `restore`."""
+
+    def __init__(self, server: Server, result: Result) -> None:
+        self.server = server
+        self.case = server.case
+        self.result = result
+        self.cold: dict[int, Answer] = {}
+        self.device: dict[int, Answer] = {}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the prompts to restore."""
+        if self.case.tier is None:
+            return []
+        whole = self.case.medium // PAGE * PAGE
+        extra = [whole + remainder for remainder in self.case.remainders]
+        return [*self.case.tokens, *extra]
+
+    def fill(self) -> None:
+        server, result = self.server, self.result
+        warm_up(server, "first warm-up")
+        if self.case.pages:
+            result["pages"] = check_pages_under_load(server)
+        for length in self.lengths:
+            tokens = prompt(f"session {length}", length)
+            self.cold[length] = server.ask(tokens)
+            self.device[length] = server.ask(tokens)
+            result.setdefault("prompts", {})[length] = {
+                "cold": self.cold[length].row(),
+                "device": self.device[length].row(),
+                "device_to_cold": compared(self.device[length], self.cold[length]),
+            }
+        if self.lengths:
+            result["control"] = self.control(min(self.lengths))
+        held, seconds = settle(server.store)
+        result["stored"] = {**held._asdict(), "written_for_s": round(seconds, 2)}
+
+    def control(self, length: int) -> Result:
+        """How far another beginning moves the log probabilities: what a wrong page would do."""
+        tokens = prompt(f"session {length}", length)
+        tokens[:PAGE] = prompt("another beginning", PAGE)
+        return compared(self.server.ask(tokens), self.cold[length])
+
+    def restore(self) -> None:
+        server = self.server
+        warm_up(server, "second warm-up")
+        for length in self.lengths:
+            row = self.result["prompts"][length]
+            tokens = prompt(f"session {length}", length)
+            forget(server.store)
+            restored = server.ask(tokens)
+            row["restored"] = restored.row()
+            row["restored_to_device"] = compared(restored, self.device[length])
+            row["restored_to_cold"] = compared(restored, self.cold[length])
+            if length not in self.case.tokens:
+                row["next_turn"] = server.ask(tokens + prompt("next turn", 300)).row()
+        server.flush()
+        for length in self.case.tokens:
+            again = server.ask(prompt(f"session {length}", length))
+            self.result["prompts"][length]["restored_again"] = again.row()
+
+
+def check_pages_under_load(server: Server) -> list[Result]:
+    """Prefill, decode and backups at once; then stored pages against those on the device."""
+    prompts = [prompt(f"load {number}", server.case.medium) for number in range(LOAD_SESSIONS)]
+    with ThreadPoolExecutor(LOAD_SESSIONS) as pool:
+        list(pool.map(lambda tokens: server.ask(tokens, LOAD_OUTPUT), prompts))
+    settle(server.store)
+    return server.check_pages()
+
+
+# --- a stream beside a restore --------------------------------------------------------------------
+
+
+def stream_beside_restore(server: Server) -> Result:
+    """Inter-token times of a stream while a new session is computed and backed up, and then an
+    old one is restored; without a tier the old one is computed again."""
+    if server.case.tier is not None:
+        server.flush()
+        forget(server.store)
+    old_tokens = max(server.case.tokens)
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        began = time.perf_counter()
+        stream = pool.submit(server.ask, prompt("stream", 500), 16_000, stop)
+        try:
+            time.sleep(2.5)
+            marks = [time.perf_counter() - began]
+            new = server.ask(prompt("new session", server.case.medium), 1)
+            marks.append(time.perf_counter() - began)
+            old = server.ask(prompt(f"session {old_tokens}", old_tokens), 1)
+            marks.append(time.perf_counter() - began)
+            time.sleep(1.0)
+        finally:
+            stop.set()
+        arrivals = stream.result().arrivals
+    windows = {
+        "alone": (1.0, marks[0]),
+        "beside_new": (marks[0], marks[1]),
+        "beside_old_and_backup": (marks[1], marks[2]),
+    }
+    return {
+        "new": new.row(),
+        "old": old.row(),
+        **{name: gaps(arrivals, *window) for name, window in windows.items()},
+    }
+
+
+def gaps(arrivals: Sequence[float], start: float, end: float) -> Result:
+    """Milliseconds between tokens, of the gaps that overlap a window."""
+    found = sorted(
+        (later - earlier) * 1e3
+        for earlier, later in itertools.pairwise(arrivals)
+        if later > start and earlier < end
+    )
+    if not found:
+        return {"tokens": 0}
+    return {
+        "tokens": len(found),
+        "seconds": round(end - start, 3),
+        "median_ms": round(statistics.median(found), 2),
+        "p99_ms": round(found[min(len(found) - 1, len(found) * 99 // 100)], 2),
+        "max_ms": round(found[-1], 2),
+    }

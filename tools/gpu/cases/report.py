@@ -1,0 +1,46 @@
+"""Results as a short table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = ["case | tokens | cold s | device s | restored s | again s | from store | "
+             "dlogprob to device, cold | control"]  # fmt: skip
+    for name, result in results.items():
+        control = result.get("control", {}).get("logprob")
+        for length, row in result.get("prompts", {}).items():
+            lines.append(
+                " | ".join(
+                    [
+                        name,
+                        str(length),
+                        *(seconds(row.get(key)) for key in
+                          ("cold", "device", "restored", "restored_again")),
+                        str(row.get("restored", {}).get("cached")),
+                        f"{change(row, 'restored_to_device')}, {change(row, 'restored_to_cold')}",
+                        "" if control is None else f"{control:.4f}",
+                    ]
+                )  # fmt: skip
+            )
+            if "next_turn" in row:
+                lines.append(f"    next turn: cached {row['next_turn']['cached']}")
+        if "stored" in result:
+            lines.append(f"    stored {result['stored']}, starts {result.get('start_s')}")
+        if "stream" in result:
+            lines += [f"    stream {key}: {value}" for key, value in result["stream"].items()]
+        for report in result.get("pages", ()):
+            lines.append(f"    pages {report}")
+        for key in ("left_out", "error"):
+            if key in result:
+                lines.append(f"{name} {key}: {result[key]}")
+    return "\n".join(lines)
+
+
+def seconds(answer: dict[str, Any] | None) -> str:
+    return "-" if answer is None else f"{answer['first_token_s']:.3f}"
+
+
+def change(row: dict[str, Any], key: str) -> str:
+    return "-" if key not in row else f"{row[key]['logprob']:.5f}"

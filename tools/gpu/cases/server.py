@@ -1,0 +1,237 @@
+"""One SGLang server of a case: start it, ask it, kill it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cases.plan import Case
+
+ANSWER_TIMEOUT = 300.0
+OUTPUT_TOKENS = 16
+
+LOOPBACK = "127.0.0.1"
+
+Logprobs = list[tuple[int, float]]
+"""Of each output token: its id and its log probability."""
+
+
+class ServerError(Exception):
+    """The server did not start, died or refused a call; says what its log says."""
+
+
+@dataclass
+class Answer:
+    """One prompt's answer. Times in seconds from sending; `arrivals` of each output token."""
+
+    prompt_tokens: int
+    first_token: float
+    seconds: float
+    cached: dict[str, int]
+    logprobs: Logprobs
+    arrivals: list[float] = field(repr=False, default_factory=list)
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "first_token_s": round(self.first_token, 4),
+            "cached": self.cached,
+        }
+
+
+class Server:
+    """`folder` holds the store and the logs, and outlives the server."""
+
+    def __init__(self, case: Case, folder: Path, platform: Sequence[str]) -> None:
+        self.case = case
+        self.folder = folder
+        self.platform = list(platform)
+        self.store = folder / "store"
+        self.log = folder / "server.log"
+        self.port = 0
+        self.starts = 0
+        self.start_seconds = 0.0
+        self._began = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    # Life
+
+    def command(self) -> list[str]:
+        case = self.case
+        options: dict[str, object] = {
+            "model-path": case.model,
+            "load-format": "dummy",
+            "dtype": "bfloat16",
+            "tp-size": case.tp,
+            "host": LOOPBACK,
+            "port": self.port,
+            "random-seed": 7,
+            "max-running-requests": 8,
+            "stream-interval": 1,
+        }
+        if case.tier is not None:
+            options |= {
+                "hicache-ratio": 2,
+                "hicache-write-policy": "write_through",
+                "hicache-storage-backend": case.tier,
+                "hicache-storage-prefetch-policy": "wait_complete",
+            }
+        if case.tier == "kvtier":
+            options["hicache-storage-backend-extra-config"] = json.dumps({"root": str(self.store)})
+        switches = ["--skip-tokenizer-init", "--skip-server-warmup", "--enable-cache-report"]
+        if case.tier is not None:
+            switches.append("--enable-hierarchical-cache")
+        pairs = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+        return [sys.executable, "-m", "sglang.launch_server", *pairs, *switches, *self.platform,
+                *case.arguments]  # fmt: skip
+
+    def launch(self) -> None:
+        """Start without waiting."""
+        self.store.mkdir(parents=True, exist_ok=True)
+        self.starts += 1
+        self.log = self.folder / f"server{self.starts}.log"
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            self.port = probe.getsockname()[1]
+        environment = os.environ | {
+            "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(self.store),
+            "GPU_PROBE": str(self.folder / "probe"),
+            **self.case.environment,
+        }
+        if self.case.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.case.gpus))
+        self._began = time.monotonic()
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command(),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self, timeout: float) -> None:
+        """Wait until the server answers, `timeout` seconds from its launch at most."""
+        while time.monotonic() - self._began < timeout:
+            if not self.running:
+                raise ServerError(f"ended while starting: {self.error()}")
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                self._open("GET", "/health", timeout=5).close()
+                self.start_seconds = time.monotonic() - self._began
+                return
+            time.sleep(0.25)
+        raise ServerError(f"not ready after {timeout:.0f} s: {self.error()}")
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def kill9(self) -> None:
+        """SIGKILL to all of its processes at once; returns when they are gone."""
+        if self._process is None:
+            return
+        family = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            first = psutil.Process(self._process.pid)
+            family = [first, *first.children(recursive=True)]
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(family, timeout=30)
+        self._process.wait()
+        self._process = None
+
+    def error(self) -> str:
+        """The most telling lines of the log."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        telling = re.compile(r"^([\w.]*(Error|Exception)\b|kvtier: |.*(assert| error: |Killed))")
+        found = [line.strip() for line in lines if telling.search(line)]
+        found = [line for line in found if "requests." not in line and "urllib3." not in line]
+        return " | ".join(dict.fromkeys(found[-4:])) or " | ".join(lines[-4:])
+
+    # Calls
+
+    def ask(
+        self,
+        prompt: Sequence[int],
+        output_tokens: int = OUTPUT_TOKENS,
+        stop: threading.Event | None = None,
+    ) -> Answer:
+        """Send a prompt of token ids; the greedy answer with the tokens' log probabilities.
+
+        Once `stop` is set the answer ends with what has come so far.
+        """
+        body = {
+            "input_ids": list(prompt),
+            "stream": True,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": output_tokens,
+                "ignore_eos": True,
+            },
+        }
+        began = time.perf_counter()
+        arrivals, last = [], None
+        try:
+            with self._open("POST", "/generate", body) as response:
+                for line in response:
+                    if line.startswith(b"data: {"):
+                        arrivals.append(time.perf_counter() - began)
+                        last = json.loads(line[6:])
+                    if stop is not None and stop.is_set():
+                        break
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{error}: {self.error()}") from error
+        if last is None or "error" in last or "meta_info" not in last:
+            raise ServerError(f"{last}: {self.error()}")
+        meta = last["meta_info"]
+        details = meta.get("cached_tokens_details") or {}
+        return Answer(
+            prompt_tokens=meta["prompt_tokens"],
+            first_token=arrivals[0],
+            seconds=arrivals[-1],
+            cached={key: details.get(key, 0) for key in ("device", "host", "storage")},
+            logprobs=[(row[1], row[0]) for row in meta["output_token_logprobs"]],
+            arrivals=arrivals,
+        )
+
+    def flush(self) -> None:
+        """Empty the caches on the device and in host memory."""
+        self._open("POST", "/flush_cache?timeout=30").close()
+
+    def check_pages(self) -> list[dict[str, Any]]:
+        """Have every rank compare the pages it stored with those on its device (probe plugin)."""
+        self._open("GET", "/server_info", timeout=120).close()
+        reports = sorted(self.folder.glob("probe.*.json"))
+        return [json.loads(report.read_text()) for report in reports]
+
+    def _open(
+        self, method: str, path: str, body: object = None, timeout: float = ANSWER_TIMEOUT
+    ) -> http.client.HTTPResponse:
+        request = urllib.request.Request(
+            f"http://{LOOPBACK}:{self.port}{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"content-type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=timeout)
