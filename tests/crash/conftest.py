@@ -1,0 +1,6 @@
+"""The short form of the lab in tools/powercut."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))

@@ -1,0 +1,122 @@
+"""Lookups show what is synced, not what is only written: a power cut may take the latter back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from lab import TOOLS
+from powercut.workload import IDENTITY, KV, put, settings
+
+from kvtier.pages import ROOT, Link
+from kvtier.store import Store
+
+KEYS = [bytes([number]) * 32 for number in range(3)]
+COLUMN = KV.column(0)
+
+
+class SlowSync:
+    """Stands for os.fdatasync: syncs of manifests wait until they may go on, or fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waiting, self.go_on = threading.Event(), threading.Event()
+        self.error: OSError | None = None
+        self._sync = os.fdatasync
+        monkeypatch.setattr(os, "fdatasync", self)
+
+    def __call__(self, fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".kvm"):
+            self.waiting.set()
+            self.go_on.wait(60)
+            if self.error is not None:
+                error, self.error = self.error, None
+                raise error
+        self._sync(fd)
+
+
+def test_a_manifest_that_is_being_synced_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowSync(monkeypatch)
+    with_pages, other = (Store.open(settings(tmp_path)) for _ in range(2))
+    pages, seen_by_other = (
+        store.namespace(IDENTITY, COLUMN) for store in (with_pages, other)
+    )
+    assert put(pages, 0, KV, KEYS, Link(ROOT, 0))
+    assert slow.waiting.wait(60)
+    for store, namespace in ((with_pages, pages), (other, seen_by_other)):
+        store.index.refresh()
+        assert not namespace.contains(COLUMN, KEYS).any()
+    slow.go_on.set()
+    assert with_pages.flush(60)
+    other.index.refresh()
+    assert pages.contains(COLUMN, KEYS).all()
+    assert seen_by_other.contains(COLUMN, KEYS).all()
+    with_pages.close()
+    other.close()
+
+
+def test_a_sync_that_fails_was_never_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowSync(monkeypatch)
+    store, other = (Store.open(settings(tmp_path)) for _ in range(2))
+    pages, seen_by_other = (one.namespace(IDENTITY, COLUMN) for one in (store, other))
+    slow.error = OSError(5, "Input/output error")
+    put(pages, 0, KV, KEYS, Link(ROOT, 0))
+    assert slow.waiting.wait(60)
+    other.index.refresh()
+    slow.go_on.set()
+    store.flush(60)
+    for one, namespace in ((store, pages), (other, seen_by_other)):
+        one.index.refresh()
+        assert not namespace.contains(COLUMN, KEYS).any()
+    assert put(pages, 0, KV, KEYS, Link(ROOT, 0))
+    store.flush(60)
+    assert pages.contains(COLUMN, KEYS).all()
+    store.close()
+    other.close()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from powercut.workload import IDENTITY, KV, put, settings
+from kvtier.pages import ROOT, Link
+from kvtier.store import Store
+
+sync = os.fdatasync
+def killed(fd):
+    if os.readlink(f"/proc/self/fd/{fd}").endswith(".kvm"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(fd)
+os.fdatasync = killed
+store = Store.open(settings(Path(sys.argv[1])))
+put(store.namespace(IDENTITY, KV.column(0)), 0, KV, [bytes([n]) * 32 for n in range(3)], Link(ROOT, 0))
+store.flush(60)
+"""
+
+
+def test_what_a_killed_writer_did_not_sync_is_synced_by_who_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=TOOLS, check=False)
+    assert done.returncode == -signal.SIGKILL
+    synced: list[str] = []
+    sync = os.fdatasync
+
+    def noted(fd: int) -> None:
+        sync(fd)
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    monkeypatch.setattr(os, "fdatasync", noted)
+    store = Store.open(settings(tmp_path))
+    assert store.namespace(IDENTITY, COLUMN).contains(COLUMN, KEYS).all()
+    [manifest] = (tmp_path / "kvtier" / "segments").glob("*.kvm")
+    assert str(manifest) in synced
+    store.close()
