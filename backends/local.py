@@ -80,13 +80,16 @@ class SegmentWriter:
         return offset
 
     def write(self, blocks: Sequence[tuple[int, Slice]]) -> None:
-        """Write staged blocks at their offsets and make them durable. OSError if that failed."""
+        """Write staged blocks at their offsets. OSError if that failed."""
         for offset, data in _merged(blocks):
             written = 0
             while written < len(data):
                 written += os.pwrite(self._data, data[written:], offset + written)
                 if written < len(data) and written % ALIGNMENT:
                     raise OSError(errno.ENOSPC, "the file system took only part of a block")
+
+    def sync(self) -> None:
+        """Make what was written durable. OSError if that failed."""
         os.fdatasync(self._data)
         if not self._direct:
             os.posix_fadvise(self._data, 0, 0, os.POSIX_FADV_DONTNEED)

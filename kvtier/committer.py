@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier import telemetry
-from kvtier.backends.local import SegmentWriter
+from kvtier.backends.local import WRITE_BYTES, SegmentWriter
 from kvtier.breaker import Breaker
 from kvtier.config import Config
 from kvtier.format import (
@@ -50,6 +50,21 @@ class Staged:
     part_checksums: U64
     anchor: Column | None
     """Column in which the parent must be, None if that cannot be told here."""
+
+
+class _Batch:
+    """Pages that become durable together, as far as they have been taken from the queue."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        """The committer's failures when it began."""
+        self.began = 0.0
+        self.pieces: list[Staged] = []
+        self.size = 0
+        self.writers: dict[bool, SegmentWriter] = {}
+        """The segment for tails (True) and for all else, once something was written there."""
+        self.at: defaultdict[bool, list[tuple[Staged, int]]] = defaultdict(list)
+        """Pieces with their offsets in these segments."""
 
 
 class Committer:
@@ -158,51 +173,68 @@ class Committer:
     # The thread
 
     def _work(self) -> None:
+        batch = _Batch(self.failures)
         while True:
             with self._changed:
-                if not self._wait_for_batch():
+                taken = self._next(batch)
+                if taken is None:
                     return
-                batch, records = self._take_batch()
+                pieces, records, due = taken
                 self._busy = True
-            failures = self.failures
             try:
-                self._commit(batch, records)
-                if self.failures == failures:
-                    self._breaker.passed()
+                self._write(batch, pieces)
+                if due:
+                    self._commit(batch, records)
+                    if self.failures == batch.failures:
+                        self._breaker.passed()
             except OSError as error:
-                self._complain(error, sum(len(piece.keys) for piece in batch))
+                due = True
+                self._complain(error, sum(len(piece.keys) for piece in batch.pieces))
             except Exception:  # the thread must outlive any fault: without it nothing is stored
+                due = True
                 logger.exception("kvtier: a commit failed in an unexpected way; it was given up")
                 self.failures += 1
-            finally:
-                self._settle(batch)
+            if due:
+                self._settle(batch.pieces)
+                batch = _Batch(self.failures)
 
-    def _wait_for_batch(self) -> bool:
-        """Wait until a batch should start; False if there will be none any more."""
-        while not (self._queue or self._records):
+    def _next(
+        self, batch: _Batch
+    ) -> tuple[list[Staged], list[tuple[FrameType, bytes]], bool] | None:
+        """Wait for (pages to write, records, whether the batch is due); None at the end.
+
+        Pages are written ahead of their commit as soon as they fill a large write.
+        """
+        while not (self._queue or self._records or batch.pieces):
             self._hurry = False
             if self._closing:
-                return False
+                return None
             self._changed.wait()
-        while not (self._hurry or self._closing):
+        while True:
             left = self._first_queued + self._config.commit_interval - time.monotonic()
-            staged = sum(piece.data.size for piece in self._queue if piece.data)
-            if left <= 0 or staged >= self._config.commit_size:
+            size = batch.size + sum(piece.data.size for piece in self._queue if piece.data)
+            due = left <= 0 or size >= self._config.commit_size or self._hurry or self._closing
+            if due or size - batch.size >= WRITE_BYTES:
                 break
             self._changed.wait(left)
-        return True
-
-    def _take_batch(self) -> tuple[list[Staged], list[tuple[FrameType, bytes]]]:
-        size = count = 0
-        for piece in self._queue:
-            size += piece.data.size if piece.data else 0
-            count += 1
-            if size >= self._config.commit_size:
-                break
-        batch, self._queue = self._queue[:count], self._queue[count:]
+        pieces = self._take(batch)
+        if not due:
+            return pieces, [], False
         records, self._records = self._records, []
         self._first_queued = time.monotonic()
-        return batch, records
+        return pieces, records, True
+
+    def _take(self, batch: _Batch) -> list[Staged]:
+        """Move pages from the queue to the batch, as far as it has room."""
+        count = 0
+        for piece in self._queue:
+            if batch.size >= self._config.commit_size:
+                break
+            batch.size += piece.data.size if piece.data else 0
+            count += 1
+        pieces, self._queue = self._queue[:count], self._queue[count:]
+        batch.pieces += pieces
+        return pieces
 
     def _settle(self, batch: list[Staged]) -> None:
         self._ring.give_back(sum(piece.data is not None for piece in batch))
@@ -214,53 +246,58 @@ class Committer:
             self._oldest = self._first_queued
             self._changed.notify_all()
 
-    def _commit(self, batch: list[Staged], records: list[tuple[FrameType, bytes]]) -> None:
-        started = time.monotonic()
-        written: list[tuple[SegmentWriter, list[tuple[Staged, int]]]] = []
+    def _write(self, batch: _Batch, pieces: Sequence[Staged]) -> None:
+        """Write payload of a batch; tails go to a segment of their own."""
+        batch.began = batch.began or time.monotonic()
         for trailing in (False, True):
-            pieces = [piece for piece in batch if piece.trailing == trailing]
-            if pieces or (records and not trailing):
-                place = self._write(trailing, pieces)
-                if place is not None:
-                    written.append(place)
-        if records and not written:
+            mine = [piece for piece in pieces if piece.trailing == trailing]
+            if mine:
+                self._append(batch, trailing, mine)
+
+    def _append(self, batch: _Batch, trailing: bool, pieces: Sequence[Staged]) -> None:
+        at = batch.at[trailing]
+        start = len(at)
+        try:
+            writer = batch.writers.get(trailing) or self._segment(trailing)
+            batch.writers[trailing] = writer
+            for piece in pieces:
+                at.append((piece, writer.reserve(len(piece.keys) * piece.part_bytes)))
+            writer.write([(offset, piece.data) for piece, offset in at[start:] if piece.data])
+        except OSError as error:
+            at[start:] = [(piece, 0) for piece in pieces]
+            self._give_up(batch, trailing, error)
+
+    def _commit(self, batch: _Batch, records: list[tuple[FrameType, bytes]]) -> None:
+        if records:
+            self._append(batch, False, [])
+        for trailing, writer in list(batch.writers.items()):
+            try:
+                writer.sync()
+            except OSError as error:
+                self._give_up(batch, trailing, error)
+        if records and not batch.writers:
             # Deletions are not lost with payload that found no room.
-            place = self._write(False, [])
-            written += [place] if place is not None else []
+            self._append(batch, False, [])
         with self._layout.lock(shared=True):
             self._index.refresh()
             arrived: dict[tuple[bytes, Column], _Pages] = defaultdict(set)
-            for writer, pieces_at in written:
-                self._log(writer, pieces_at, arrived, records)
+            for trailing in sorted(batch.writers):
+                self._log(batch, trailing, arrived, records)
                 records = []
         self._index.refresh()
         self._index.ring()
         telemetry.COMMITS.inc()
-        telemetry.COMMIT_SECONDS.observe(time.monotonic() - started)
-
-    def _write(
-        self, trailing: bool, pieces: list[Staged]
-    ) -> tuple[SegmentWriter, list[tuple[Staged, int]]] | None:
-        """Write payload; (segment, pieces with their offsets), None if that failed."""
-        try:
-            writer = self._segment(trailing)
-            at = [(piece, writer.reserve(len(piece.keys) * piece.part_bytes)) for piece in pieces]
-            writer.write([(offset, piece.data) for piece, offset in at if piece.data])
-        except OSError as error:
-            self._give_up(trailing, pieces, error)
-            return None
-        telemetry.WRITTEN_BYTES.inc(sum(p.part_bytes * len(p.keys) for p in pieces))
-        return writer, at
+        telemetry.COMMIT_SECONDS.observe(time.monotonic() - batch.began)
 
     def _log(
         self,
-        writer: SegmentWriter,
-        pieces: list[tuple[Staged, int]],
+        batch: _Batch,
+        trailing: bool,
         arrived: dict[tuple[bytes, Column], _Pages],
         records: list[tuple[FrameType, bytes]],
     ) -> None:
-        reachable = []
-        for piece, offset in pieces:
+        writer, reachable = batch.writers[trailing], []
+        for piece, offset in batch.at[trailing]:
             if self._reachable(piece, arrived):
                 arrived[piece.namespace, piece.column].update(piece.keys)
                 reachable.append((piece, offset))
@@ -275,7 +312,9 @@ class Committer:
         try:
             writer.log(frames, time.time_ns())
         except OSError as error:
-            self._give_up(writer is self._open.get(True), [piece for piece, _ in reachable], error)
+            self._give_up(batch, trailing, error)
+            return
+        telemetry.WRITTEN_BYTES.inc(sum(p.part_bytes * len(p.keys) for p, _ in reachable))
 
     def _reachable(self, piece: Staged, arrived: dict[tuple[bytes, Column], _Pages]) -> bool:
         parent, anchor = piece.link.parent, piece.anchor
@@ -313,13 +352,15 @@ class Committer:
             for namespace, columns in fresh.items()
         ]
 
-    def _give_up(self, trailing: bool, pieces: list[Staged], error: OSError) -> None:
-        """Forget a batch that could not be made durable, and the file it went to: after a failed
-        sync the kernel may have dropped its pages, so nothing more is appended there."""
+    def _give_up(self, batch: _Batch, trailing: bool, error: OSError) -> None:
+        """Forget what of a batch could not be made durable, and the file it went to: after a
+        failed sync the kernel may have dropped its pages, so nothing more is appended there."""
+        batch.writers.pop(trailing, None)
+        lost = batch.at.pop(trailing, [])
         writer = self._open.pop(trailing, None)
         if writer is not None:
             writer.abandon()
-        self._complain(error, sum(len(piece.keys) for piece in pieces))
+        self._complain(error, sum(len(piece.keys) for piece, _ in lost))
 
     def _complain(self, error: OSError, pages: int) -> None:
         self.failures += 1
