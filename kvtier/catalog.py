@@ -1,7 +1,7 @@
 """What is stored and where, in memory: the sum of the frames applied so far. No disk, no locks.
 
-A snapshot gives the bulk (flat arrays), a dict the entries that came since. Frames may be applied
-in any order of the files: a tombstone that comes before its run waits for it.
+A snapshot gives the bulk, frames what came since. They may be applied in any order of the files: a
+tombstone that comes before its run waits for it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvtier.entries import Entries, Ints, pack, unpack
 from kvtier.format import (
     MAX_RUN_PAGES,
     FormatError,
@@ -35,8 +35,6 @@ from kvtier.pages import KEY_BYTES, U64, Bools, Column
 from kvtier.snapshot import Rows, Snapshot, compact
 from kvtier.table import MISSING, Table
 
-_POSITION_BITS = (MAX_RUN_PAGES - 1).bit_length()
-_POSITION_MASK = np.uint64(MAX_RUN_PAGES - 1)
 _RUN_CACHE = 1 << 12
 
 _USES = 1 << 14
@@ -72,7 +70,7 @@ class StoredRun:
     manifest_offset: int
     time_ns: int
     run: Run
-    positions: npt.NDArray[np.int64]
+    positions: Ints
     """Positions in the run, ascending for `Catalog.runs`, as asked for `Catalog.locate`."""
 
     def grave(self, first: int, pages: int) -> Grave:
@@ -87,7 +85,7 @@ class Located:
     """Pages that were asked for, as far as they lie in one run."""
 
     stored: StoredRun
-    wanted: npt.NDArray[np.int64]
+    wanted: Ints
     """Index of each page in the question; same shape as `stored.positions`."""
 
 
@@ -113,19 +111,14 @@ def family_salt(namespace: bytes, columns: Sequence[int]) -> int:
 
 
 class Catalog:
-    """The live pages of a store. A value of the table is a row (run) and a position in it."""
+    """The live pages of a store. A run has a row: the snapshot's come first, then the late ones."""
 
     def __init__(self, store_id: bytes, snapshot: Snapshot | None = None) -> None:
-        none = np.zeros(0, np.uint64)
         self._store_id = store_id
-        self._table = snapshot.table if snapshot else Table.build(none, none)
+        self._entries = Entries()
         self._rows = snapshot.rows if snapshot else Rows.empty()
         self._frames = snapshot.frames if snapshot else memoryview(b"")
-        self._places: tuple[U64, npt.NDArray[np.int64]] | None = None
-        self._late: dict[int, int] = {}
-        self._spares: dict[int, list[int]] = {}
-        """Further copies of pages that several processes stored at once. Kept, or it would depend
-        on the order in which files are read whether a page survives its copy's deletion."""
+        self._places: tuple[U64, Ints] | None = None
         self._late_runs: list[_LateRun] = []
         self._late_places: dict[tuple[int, int], int] = {}
         self._cache: dict[int, tuple[int, Run]] = {}
@@ -139,12 +132,13 @@ class Catalog:
         self.segments: list[Segment] = []
         self._numbers: dict[bytes, int] = {}
         if snapshot:
+            self._entries = Entries(snapshot.table, snapshot.state["spares"])
             self._load_state(snapshot.state)
 
     @property
     def late_pages(self) -> int:
         """Entries that came since the snapshot."""
-        return len(self._late)
+        return self._entries.late
 
     @property
     def late_runs(self) -> int:
@@ -158,7 +152,7 @@ class Catalog:
 
     def __len__(self) -> int:
         """Live entries: a page counts once for each set of columns stored for it together."""
-        return len(self._entries()[0])
+        return len(self._entries.standing()[0])
 
     # Questions
 
@@ -176,16 +170,16 @@ class Catalog:
         for salt, family in self._families.get(namespace, {}).items():
             asked = [held for column, held in zip(columns, found, strict=True) if column in family]
             if asked:
-                there = self._values(prints ^ np.uint64(salt)) != MISSING
+                there = self._entries.find(prints ^ np.uint64(salt)) != MISSING
                 for held in asked:
                     np.logical_or(held, there, out=held)
         return found
 
     def locate(self, namespace: bytes, column: int, keys: bytes) -> list[Located]:
         """Where the pages are, run by run. Pages that are not there are left out."""
-        values = self._lookup(namespace, column, keys)
-        wanted = np.flatnonzero(values != MISSING)
-        rows, positions = _split(values[wanted])
+        places = self._lookup(namespace, column, keys)
+        wanted = np.flatnonzero(places != MISSING)
+        rows, positions = unpack(places[wanted])
         found = []
         for span in _groups(rows):
             stored = self._stored(int(rows[span][0]), positions[span])
@@ -202,18 +196,13 @@ class Catalog:
         run = stored.run
         salt = family_salt(run.namespace, [block.column for block in run.blocks])
         key = int(page_prints(run.key(grave.first))[0]) ^ salt
-        value = row << _POSITION_BITS | grave.first
-        spare = value in self._spares.get(key, ())
-        return (
-            spare
-            or self._late.get(key, int(self._table.lookup(np.array([key], np.uint64))[0])) == value
-        )
+        return self._entries.holds(key, row, grave.first)
 
     def runs(self) -> Iterator[StoredRun]:
         """Every run with its live pages, further copies included, oldest file first. Damaged
         frames are left out."""
-        values = np.concatenate((self._entries()[1], self._spare_entries()[1]))
-        rows, positions = _split(np.sort(values))
+        places = np.concatenate((self._entries.standing()[1], self._entries.spares()[1]))
+        rows, positions = unpack(np.sort(places))
         for span in _groups(rows):
             stored = self._stored(int(rows[span][0]), positions[span])
             if stored is not None:
@@ -231,21 +220,10 @@ class Catalog:
     def forget_segments(self, gone: Sequence[Segment]) -> None:
         """Drop every page whose segment has been removed."""
         numbers = {self._numbers[segment.ident] for segment in gone}
-        rows = np.flatnonzero(np.isin(self._rows.segment, list(numbers)))
-        values = self._table.values
-        if len(rows):
-            values[np.isin(_split(values)[0], rows) & (values != MISSING)] = MISSING
+        rows = np.flatnonzero(np.isin(self._rows.segment, list(numbers))).tolist()
         base = len(self._rows)
-        lost = {base + i for i, run in enumerate(self._late_runs) if run.segment in numbers}
-        for key in [k for k, value in self._late.items() if value >> _POSITION_BITS in lost]:
-            del self._late[key]
-        lost.update(rows.tolist())
-        for key in list(self._spares):
-            for value in [v for v in self._spares[key] if v >> _POSITION_BITS in lost]:
-                self._forget_spare(key, value)
-            stands = key in self._late or self._table.lookup(np.array([key], np.uint64)) != MISSING
-            if not stands:
-                self._promote(key)
+        rows += [base + i for i, run in enumerate(self._late_runs) if run.segment in numbers]
+        self._entries.drop_rows(rows)
         for segment in gone:
             segment.live = False
 
@@ -295,7 +273,6 @@ class Catalog:
 
     def compacted(self, present: Sequence[Segment]) -> Snapshot:
         """All this as a snapshot: live runs, and the segments that are still there."""
-        keys, values = self._entries()
         frames = bytes(self._frames) + b"".join(run.frame for run in self._late_runs)
         lengths = np.array([len(run.frame) for run in self._late_runs], np.uint64)
         ends = np.cumsum(lengths, dtype=np.uint64) + np.uint64(len(self._frames))
@@ -306,20 +283,20 @@ class Catalog:
             np.concatenate((self._rows.manifest, manifest)),
             np.concatenate((self._rows.segment, number)),
         )
-        spare_keys, spare_values = self._spare_entries()
-        old, position = _split(np.concatenate((values, spare_values)))
+        keys, standing = self._entries.standing()
+        spare_keys, spares = self._entries.spares()
+        old, position = unpack(np.concatenate((standing, spares)))
         keep = np.unique(old)
         rows, kept = compact(rows, memoryview(frames), keep)
         renumbered = np.zeros(len(self.segments), np.uint64)
         for place, segment in enumerate(present):
             renumbered[self._numbers[segment.ident]] = place
         rows.segment = renumbered[rows.segment.astype(np.int64)]
-        values = np.searchsorted(keep, old).astype(np.uint64) << np.uint64(_POSITION_BITS)
-        values |= position.astype(np.uint64)
-        table = Table.build(keys, values[: len(keys)])
+        places = pack(np.searchsorted(keep, old), position)
+        table = Table.build(keys, places[: len(keys)])
         state = self._state(present)
-        spares = values[len(keys) :]
-        state["spares"] = list(zip(spare_keys.tolist(), spares.tolist(), strict=True))
+        moved = places[len(keys) :].tolist()
+        state["spares"] = list(zip(spare_keys.tolist(), moved, strict=True))
         return Snapshot(state, table, rows, memoryview(kept))
 
     # Inside
@@ -330,19 +307,11 @@ class Catalog:
         for salt, columns in self._families.get(namespace, {}).items():
             if column not in columns:
                 continue
-            found = np.where(found == MISSING, self._values(prints ^ np.uint64(salt)), found)
+            places = self._entries.find(prints ^ np.uint64(salt))
+            found = np.where(found == MISSING, places, found)
         return found
 
-    def _values(self, salted: U64) -> U64:
-        """Rows and positions of the entries, MISSING where there is none; shape (n,)."""
-        values = self._table.lookup(salted)
-        if self._late:
-            late = map(self._late.get, salted.tolist(), itertools.repeat(-1))
-            newer = np.array(list(late), np.int64)
-            values = np.where(newer >= 0, newer.astype(np.uint64), values)
-        return values
-
-    def _stored(self, row: int, positions: npt.NDArray[np.int64]) -> StoredRun | None:
+    def _stored(self, row: int, positions: Ints) -> StoredRun | None:
         segment, manifest, data = self._row(row)
         known = self._cache.get(row)
         if known is None:
@@ -367,13 +336,7 @@ class Catalog:
         number = self._numbers[segment.ident]
         self._late_runs.append(_LateRun(number, offset, data))
         self._late_places[number, offset] = row
-        keys = (page_prints(run.keys) ^ np.uint64(salt)).tolist()
-        first = row << _POSITION_BITS
-        if not self._late.keys().isdisjoint(keys):
-            for key in dict.fromkeys(keys):
-                if key in self._late:
-                    self._spares.setdefault(key, []).append(self._late[key])
-        self._late.update(zip(keys, range(first, first + len(keys)), strict=True))
+        self._entries.add(page_prints(run.keys) ^ np.uint64(salt), row)
         for start, pages in self._graves.get((segment.ident, offset), ()):
             self._drop(row, start, pages)
 
@@ -402,30 +365,7 @@ class Catalog:
         run = stored.run
         salt = family_salt(run.namespace, [block.column for block in run.blocks])
         keys = page_prints(run.keys)[first : first + pages] ^ np.uint64(salt)
-        values = np.arange(first, first + len(keys), dtype=np.uint64)
-        values |= np.uint64(row << _POSITION_BITS)
-        removed = self._table.remove(keys, values)
-        triples = zip(keys.tolist(), values.tolist(), removed.tolist(), strict=True)
-        for key, value, was_in_table in triples:
-            if self._late.get(key) == value:
-                del self._late[key]
-                self._promote(key)
-            elif key in self._spares and value in self._spares[key]:
-                self._forget_spare(key, value)
-            elif was_in_table and key not in self._late:
-                self._promote(key)
-
-    def _promote(self, key: int) -> None:
-        """Let another copy stand for a page that has lost the one it had, if there is one."""
-        if key in self._spares:
-            value = self._spares[key][-1]
-            self._forget_spare(key, value)
-            self._late[key] = value
-
-    def _forget_spare(self, key: int, value: int) -> None:
-        self._spares[key].remove(value)
-        if not self._spares[key]:
-            del self._spares[key]
+        self._entries.drop(keys, row, first)
 
     def _family(self, namespace: bytes, columns: tuple[int, ...]) -> int:
         salt = family_salt(namespace, columns)
@@ -457,27 +397,6 @@ class Catalog:
         start, end = int(self._rows.frame[row]), int(self._rows.frame[row + 1])
         segment = self.segments[int(self._rows.segment[row])]
         return segment, int(self._rows.manifest[row]), self._frames[start:end]
-
-    def _entries(self) -> tuple[U64, U64]:
-        keys, values = self._table.entries()
-        if self._late:
-            late = list(self._late.items())
-            newer, fresh = np.array(late, np.uint64).reshape(-1, 2).T
-            old = ~np.isin(keys, newer)
-            keys = np.concatenate((keys[old], newer))
-            values = np.concatenate((values[old], fresh))
-        return keys, values
-
-    def _spare_entries(self) -> tuple[U64, U64]:
-        """Keys and values of further copies: those set aside, and those of the table that a newer
-        entry stands before."""
-        spares = [(key, value) for key, values in self._spares.items() for value in values]
-        shadowed = np.array(list(self._late), np.uint64)
-        values = self._table.lookup(shadowed)
-        there = values != MISSING
-        spares += zip(shadowed[there].tolist(), values[there].tolist(), strict=True)
-        keys, copies = np.array(spares, np.uint64).reshape(-1, 2).T
-        return keys, copies
 
     def _state(self, present: Sequence[Segment]) -> dict[str, Any]:
         """The rest of the catalog as a JSON document.
@@ -530,19 +449,11 @@ class Catalog:
             self.used[bytes.fromhex(namespace), bytes.fromhex(key)] = time_ns
         for ident, offset, first, pages in state["graves"]:
             self._graves.setdefault((bytes.fromhex(ident), offset), []).append((first, pages))
-        for key, value in state["spares"]:
-            self._spares.setdefault(key, []).append(value)
         for namespace, ident, end in state["wipes"]:
             self._wipes[bytes.fromhex(namespace), bytes.fromhex(ident)] = end
 
 
-def _split(values: U64) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Rows and positions of table values."""
-    rows = (values >> np.uint64(_POSITION_BITS)).astype(np.int64)
-    return rows, (values & _POSITION_MASK).astype(np.int64)
-
-
-def _groups(rows: npt.NDArray[np.int64]) -> list[slice]:
+def _groups(rows: Ints) -> list[slice]:
     """Slices of neighbours with the same row."""
     if not len(rows):
         return []
