@@ -240,3 +240,18 @@ def test_uses_and_column_names_live_on_in_a_snapshot(tmp_path: Path) -> None:
     for each in (catalog, _reloaded(catalog, tmp_path)):
         assert each.columns == {NAMESPACES[0]: {f.column_id(c): c for c in columns}}
         assert each.used == {(NAMESPACES[0], PAGES[0]): 9, (NAMESPACES[0], PAGES[1]): 4}
+
+
+def test_a_copy_that_took_another_s_place_goes_with_its_segment(tmp_path: Path) -> None:
+    catalog = Catalog(STORE)
+    files = [File(segment_name(bytes(12), number)) for number in range(2)]
+    for file in files:
+        catalog.add_segment(file.name)
+        file.add(f.FrameType.RUN, _run(NAMESPACES[0], PAGES, COLUMNS))
+        _apply(catalog, file, 0)
+    catalog = _reloaded(catalog, tmp_path)
+    older, newer = catalog.segments
+    catalog.bury(f.Grave(newer.ident, 0, 0, len(PAGES)))
+    assert {part[3] for part in _live(catalog)} == {older.name}
+    catalog.forget_segments([older])
+    assert _live(catalog) == set()
