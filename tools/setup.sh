@@ -64,6 +64,10 @@ has_header() { echo "#include <$1>" | g++ -E -x c++ "${@:2}" - >/dev/null 2>&1; 
 missing_packages() {
     command -v "$python" >/dev/null || echo python3
     "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+    # Tests put stores on file systems of their own, and faults below them.
+    PATH=$PATH:/usr/sbin command -v mkfs.ext4 >/dev/null || echo e2fsprogs
+    PATH=$PATH:/usr/sbin command -v mkfs.xfs >/dev/null || echo xfsprogs
+    command -v gcc >/dev/null || echo gcc libc6-dev
     if [ "$layer" = sglang ]; then
         local include
         include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null || true)
