@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import typer
@@ -15,8 +14,7 @@ from kvtier.errors import KvtierError
 
 app = typer.Typer(
     name="kvtier",
-    help="Look after a store of KV-cache pages. ROOT is the store, or the mount that holds it in "
-    "kvtier/; without it: KVTIER_ROOT, else /mnt/scratch, else the user's cache directory.",
+    help="Look after a store of KV-cache pages, beside running servers or without any.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -53,6 +51,3 @@ def main() -> None:
             f"kvtier: {error.filename or 'the store'}: {error.strerror or error}.", file=sys.stderr
         )
         sys.exit(2)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)

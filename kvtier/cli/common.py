@@ -14,7 +14,12 @@ from kvtier.layout import Layout
 from kvtier.place import default_root, store_path
 
 Root = Annotated[
-    Path | None, typer.Argument(metavar="[ROOT]", help="The store, or the mount that holds it.")
+    Path | None,
+    typer.Argument(
+        metavar="ROOT",
+        show_default="KVTIER_ROOT, else /mnt/scratch, else the user's cache directory",
+        help="The store, or the mount that holds it in kvtier/.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document for machines.")]
 

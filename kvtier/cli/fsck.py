@@ -32,7 +32,10 @@ def fsck(
     never served. Exit status 0: nothing is damaged; 1: damage was found, and said; 2: the store
     cannot be opened. Torn ends of manifests and foreign files are reported and are no damage.
 
-    Examples: `kvtier fsck /mnt/scratch`, `kvtier fsck --verify-payload --json`
+    Examples:
+
+    * `kvtier fsck /mnt/nvme`
+    * `kvtier fsck --verify-payload --json`
     """
     layout = find_store(root)
     columns = (

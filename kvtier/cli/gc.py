@@ -19,7 +19,7 @@ from kvtier.sizes import format_size, parse_size
 def gc(
     root: Root = None,
     limit: Annotated[
-        str, typer.Option(metavar="SIZE", help="What the store may take on disk: 1000G, 1.5Ti, 0.")
+        str, typer.Option(metavar="SIZE", help="What the store may take (needed): 1000G, 1.5Ti, 0.")
     ] = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would go, and change nothing.")
@@ -32,7 +32,10 @@ def gc(
     ever goes before it. K, M, G, T are powers of 1000; Ki, Mi, Gi, Ti of 1024. Exit status 1 if
     the limit cannot be reached (foreign files, or space a running server holds).
 
-    Examples: `kvtier gc --limit 1000G /mnt/scratch`, `kvtier gc --limit 500Gi --dry-run`
+    Examples:
+
+    * `kvtier gc --limit 1000G /mnt/nvme`
+    * `kvtier gc --limit 500Gi --dry-run`
     """
     if not limit:
         raise StoreError("Say how much the store may take on disk, for example --limit 1000G.")

@@ -34,8 +34,12 @@ def inspect(
 ) -> None:
     """Show what a store holds. Works beside a running server and changes nothing.
 
-    Examples: `kvtier inspect /mnt/scratch`, `kvtier inspect --json | jq .namespaces[0]`,
-    `kvtier inspect --session 3fa9`, `kvtier inspect --diff 8c1f 90ab`
+    Examples:
+
+    * `kvtier inspect /mnt/nvme`
+    * `kvtier inspect --json | jq .namespaces[0]`
+    * `kvtier inspect --session 3fa9`
+    * `kvtier inspect --diff 8c1f 90ab`
     """
     layout = find_store(root)
     if difference:

@@ -243,9 +243,20 @@ def test_the_root_may_come_from_the_environment(root: Path) -> None:
     assert done.returncode == 0 and str(root / "kvtier") in done.stdout
 
 
-def test_help_has_examples() -> None:
-    for command in ("inspect", "gc", "fsck"):
-        assert "Examples" in kvtier(command, "--help").stdout
+@pytest.mark.parametrize("command", ["inspect", "gc", "fsck"])
+def test_help_has_examples_one_a_line_at_80_columns(command: str) -> None:
+    shown = kvtier(command, "--help", COLUMNS="80").stdout
+    lines = [line.strip() for line in shown.partition("Examples:")[2].splitlines()]
+    assert len([line for line in lines if line.startswith(f"• kvtier {command} ")]) >= 2
+
+
+def test_a_reader_that_goes_away_is_no_fault(root: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", "from kvtier.cli import main; main()", "inspect", root]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert done.returncode == 1 and not done.stderr.strip()
 
 
 def test_columns_of_shards_are_named(tmp_path: Path) -> None:
