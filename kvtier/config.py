@@ -57,7 +57,6 @@ class ConfigRow(NamedTuple):
     name: str
     variable: str
     default: str
-    unit: str
     allowed: str
     meaning: str
 
@@ -162,14 +161,12 @@ _VARIABLES = {PREFIX + name.upper(): name for name in SETTINGS}
 
 
 def describe() -> list[ConfigRow]:
-    """The table of settings in the order of the fields, for the README and `--help`."""
-    units = {"size": "bytes", "seconds": "s", "count": "", "path": "", "switch": "", "choice": ""}
+    """The table of settings in the order of the fields; the README has it."""
     return [
         ConfigRow(
             name=f.name,
             variable=PREFIX + f.name.upper(),
             default=_spelled(SETTINGS[f.name].kind, f.default),
-            unit=units[SETTINGS[f.name].kind],
             allowed=_allowed(SETTINGS[f.name]),
             meaning=SETTINGS[f.name].meaning,
         )

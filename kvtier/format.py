@@ -31,7 +31,6 @@ MAX_RUN_PAGES = 1 << 12
 """Bounds a decoder holds a frame to before it believes anything else in it."""
 
 FRAME_MAGIC = b"KVTF"
-NO_ID = bytes(16)
 
 FRAME_HEADER = struct.Struct("<4sBBHIIQQ16s16sQ")
 """magic, type, version, reserved, body bytes, reserved, sequence, time in ns, segment id,
@@ -70,9 +69,8 @@ COUNT = struct.Struct("<II")
 
 
 class FrameType(IntEnum):
-    """What a frame records. 4 is kept for pins."""
+    """What a frame records. 1 and 4 are kept for the opening of a manifest and for pins."""
 
-    OPEN = 1
     RUN = 2
     TOMBSTONE = 3
     WIPE = 5
@@ -179,17 +177,15 @@ def decode_frame(data: bytes | memoryview, offset: int) -> Frame:
     return Frame(type_, sequence, time_ns, segment_id, store_id, body, size)
 
 
-def scan_frames(
-    data: bytes | memoryview, start: int = 0
-) -> Iterator[tuple[int, Frame | None, int]]:
-    """Every frame of a manifest from `start`: (offset, frame, bytes).
+def scan_frames(data: bytes | memoryview) -> Iterator[tuple[int, Frame | None, int]]:
+    """Every frame of a manifest: (offset, frame, bytes).
 
     Bytes that are no frame come as one (offset, None, bytes): a hole between good frames, or a
     torn end. Later frames still count.
     """
     view = memoryview(data)
     raw = bytes(data) if not isinstance(data, bytes) else data
-    offset = start
+    offset = 0
     while offset < len(view):
         try:
             frame = decode_frame(view, offset)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -167,17 +166,12 @@ class Identity:
         """The identity of a served model.
 
         What belongs: everything that changes the bytes of a cached page, or which bytes a page
-        has. `kv_scales`: how the KV cache is quantised and where its scales come from. `draft`:
+        has, and nothing that differs between two runs of the same model; docs/identity.md lists
+        both. `kv_scales`: how the KV cache is quantised and where its scales come from. `draft`:
         the draft model's weights and algorithm, where its pools are stored. `engine`: whatever
         else of the engine changes bytes, compared exactly (weight quantisation chosen at load,
         model dtype, overrides of the model's config, layers of each pipeline stage, version of
         the engine's own layout).
-
-        What must not be in it, since it changes between two runs of the same model and would make
-        every page a miss (report R051): ports, host names, container ids, the served name, the
-        model's path, memory fraction, host RAM size, max requests, context length, CUDA graph
-        sizes, log level, a rank's own number, time. Nor LoRA adapter and cache salt: SGLang's page
-        keys contain them.
 
         Raises IdentityError for an impossible value.
         """
@@ -268,21 +262,6 @@ def shard_label(coordinates: Mapping[str, int]) -> str:
     if len(label) > MAX_LABEL:
         raise IdentityError(f"The shard label {label} has more than {MAX_LABEL} characters.")
     return label
-
-
-_LABEL = re.compile(r"[a-z]+\d+(\.[a-z]+\d+)*", re.ASCII)
-
-
-def shard_coordinates(label: str) -> dict[str, int]:
-    """The coordinates that `shard_label` wrote as `label`. Raises IdentityError for other text."""
-    if not label:
-        return {}
-    if _LABEL.fullmatch(label):
-        pairs = [(part.rstrip("0123456789"), part) for part in label.split(".")]
-        coordinates = {axis: int(part.removeprefix(axis)) for axis, part in pairs}
-        if set(coordinates) <= set(AXES) and shard_label(coordinates) == label:
-            return coordinates
-    raise IdentityError(f"{label!r} is no shard label such as tp1.pp0.")
 
 
 def _plain(value: object, path: tuple[str, ...]) -> Any:

@@ -33,8 +33,6 @@ class Collected:
     after: int
     limit: int
     pages: int = 0
-    pages_by_namespace: dict[bytes, int] = field(default_factory=dict)
-    """Pages forgotten in each namespace."""
     sessions: int = 0
     """Sessions that lost their end."""
     leaves: set[bytes] = field(default_factory=set, repr=False)
@@ -184,6 +182,4 @@ def bury(layout: Layout, graves: list[Grave]) -> None:
 def _count(result: Collected, victims: Victims) -> None:
     for c, pages in victims:
         result.pages += len(pages)
-        known = result.pages_by_namespace.get(c.namespace, 0)
-        result.pages_by_namespace[c.namespace] = known + len(pages)
         result.sessions += sum(c.keys[page].tobytes() in result.leaves for page in pages.tolist())

@@ -220,7 +220,7 @@ class KvtierSide(Side):
         return all(self.storage.batch_get_v1(keys, slots, before))
 
     def sync(self) -> None:
-        assert self.storage._store.flush(), "the store did not become durable"
+        assert self.storage.flush(), "the store did not become durable"
 
     def close(self) -> None:
         self.storage.close()

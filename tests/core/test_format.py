@@ -224,7 +224,7 @@ def test_no_bytes_make_a_decoder_do_more_than_refuse() -> None:
     bodies = _bodies()
     stream = b"".join(
         f.encode_frame(kind, body, **WHERE)
-        for kind, (body, _) in zip((f.FrameType.RUN, *list(f.FrameType)[2:]), bodies, strict=True)
+        for kind, (body, _) in zip((f.FrameType.RUN, *list(f.FrameType)[1:]), bodies, strict=True)
     )
     accepted = 0
     tracemalloc.start()

@@ -22,7 +22,6 @@ from kvtier.identity import (
     PoolLayout,
     Weights,
     diff,
-    shard_coordinates,
     shard_label,
 )
 
@@ -223,7 +222,6 @@ def test_diff_names_each_differing_field() -> None:
 )
 def test_shard_labels(coordinates: dict[str, int], label: str) -> None:
     assert shard_label(coordinates) == label
-    assert shard_coordinates(label) == coordinates
 
 
 @given(
@@ -232,7 +230,6 @@ def test_shard_labels(coordinates: dict[str, int], label: str) -> None:
 )
 def test_two_shards_never_share_a_label(a: dict[str, int], b: dict[str, int]) -> None:
     assert (shard_label(a) == shard_label(b)) == (a == b)
-    assert shard_coordinates(shard_label(a)) == a
 
 
 @pytest.mark.parametrize(
@@ -242,14 +239,6 @@ def test_two_shards_never_share_a_label(a: dict[str, int], b: dict[str, int]) ->
 def test_impossible_shards_are_refused(coordinates: dict[str, int]) -> None:
     with pytest.raises(IdentityError):
         shard_label(coordinates)
-
-
-@pytest.mark.parametrize(
-    "label", ["tp", "1", "tp01", "pp0.tp1", "tp1.", "ep1", "tp1.tp2", "tp\uff11"]
-)
-def test_text_that_is_no_shard_label_is_refused(label: str) -> None:
-    with pytest.raises(IdentityError):
-        shard_coordinates(label)
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.text()
