@@ -185,6 +185,8 @@ def read_extent(path: Path, start: int, buffer: memoryview, *, direct: bool) -> 
             done += count
             if not count or count % ALIGNMENT:
                 break
+        if done < len(buffer) and start + done < os.fstat(fd).st_size:
+            raise OSError(errno.EIO, "the drive gave only part of what it has")
         return done
     finally:
         os.close(fd)
