@@ -11,7 +11,8 @@ from kvtier import telemetry
 logger = logging.getLogger("kvtier")
 
 FAILURES = 3
-"""Failures in a row after which a breaker opens; one read past its deadline is enough."""
+"""Failures in a row after which a breaker opens; one read past its deadline, or a put
+that found no room in staging by its own, is enough."""
 
 FIRST_PAUSE = 5.0
 LONGEST_PAUSE = 60.0
