@@ -258,13 +258,15 @@ class Catalog:
         ranges = self._graves.setdefault((grave.segment_id, grave.frame_offset), [])
         if (grave.first, grave.pages) not in ranges:
             ranges.append((grave.first, grave.pages))
-        self.discard(grave)
-
-    def discard(self, grave: Grave) -> None:
-        """Drop pages by place, for this process and until the manifests are read anew."""
         row = self._row_at(grave.segment_id, grave.frame_offset)
         if row is not None:
             self._drop(row, grave.first, grave.pages)
+
+    def discard(self, grave: Grave) -> None:
+        """Hide pages by place, in this catalog only: a snapshot of it has them."""
+        row = self._row_at(grave.segment_id, grave.frame_offset)
+        if row is not None:
+            self._entries.hide(*self._copies(row, grave.first, grave.pages))
 
     def note_use(self, namespace: bytes, key: bytes, time_ns: int) -> None:
         """A page was restored or extended."""
@@ -359,13 +361,19 @@ class Catalog:
             self._drop(row, 0, MAX_RUN_PAGES, namespace)
 
     def _drop(self, row: int, first: int, pages: int, namespace: bytes | None = None) -> None:
+        self._entries.drop(*self._copies(row, first, pages, namespace))
+
+    def _copies(
+        self, row: int, first: int, pages: int, namespace: bytes | None = None
+    ) -> tuple[U64, int, int]:
+        """(keys, row, position of the first) of pages of a run; no keys if its frame is damaged or
+        it is of another namespace."""
         stored = self._stored(row, np.zeros(0, np.int64))
         if stored is None or namespace not in (None, stored.run.namespace):
-            return
+            return np.zeros(0, np.uint64), row, first
         run = stored.run
         salt = family_salt(run.namespace, [block.column for block in run.blocks])
-        keys = page_prints(run.keys)[first : first + pages] ^ np.uint64(salt)
-        self._entries.drop(keys, row, first)
+        return page_prints(run.keys)[first : first + pages] ^ np.uint64(salt), row, first
 
     def _family(self, namespace: bytes, columns: tuple[int, ...]) -> int:
         salt = family_salt(namespace, columns)

@@ -46,8 +46,13 @@ class Entries:
         self._table = table or Table.build(none, none)
         self._late: dict[int, int] = {}
         self._spares: dict[int, list[int]] = {}
+        self._hidden: set[tuple[int, int]] = set()
+        """Copies that are there but stand for nothing now."""
         for key, place in spares:
             self._spares.setdefault(key, []).append(place)
+        for key in list(self._spares):
+            if self._standing(key) == MISSING:
+                self._promote(key)
 
     @property
     def late(self) -> int:
@@ -79,9 +84,10 @@ class Entries:
         return keys, places
 
     def spares(self) -> tuple[U64, U64]:
-        """Keys and places of further copies, shape (n,): those set aside, and those of the table
-        that a newer entry stands before."""
+        """Keys and places of further copies, shape (n,): those set aside or hidden, and those of
+        the table that a newer entry stands before."""
         spares = [(key, place) for key, places in self._spares.items() for place in places]
+        spares += self._hidden
         shadowed = np.array(list(self._late), np.uint64)
         behind = self._table.lookup(shadowed)
         there = behind != MISSING
@@ -98,20 +104,34 @@ class Entries:
                     self._spares.setdefault(key, []).append(self._late[key])
         self._late.update(zip(fresh, range(first, first + len(fresh)), strict=True))
 
-    def drop(self, keys: U64, row: int, first: int) -> None:
-        """Remove copies: key i at position `first` + i of the row. Others are left alone."""
+    def drop(self, keys: U64, row: int, first: int) -> list[tuple[int, int]]:
+        """Remove copies: key i at position `first` + i of the row. Others are left alone.
+
+        Keys and places of those that were there.
+        """
         positions = np.arange(first, first + len(keys), dtype=np.int64)
         places = pack(np.full(len(keys), row, np.int64), positions)
         removed = self._table.remove(keys, places)
         triples = zip(keys.tolist(), places.tolist(), removed.tolist(), strict=True)
+        dropped = []
         for key, place, was_in_table in triples:
-            if self._late.get(key) == place:
+            if (key, place) in self._hidden:
+                self._hidden.remove((key, place))
+            elif self._late.get(key) == place:
                 del self._late[key]
                 self._promote(key)
             elif place in self._spares.get(key, ()):
                 self._forget_spare(key, place)
-            elif was_in_table and key not in self._late:
+            elif not was_in_table:
+                continue
+            elif key not in self._late:
                 self._promote(key)
+            dropped.append((key, place))
+        return dropped
+
+    def hide(self, keys: U64, row: int, first: int) -> None:
+        """Let copies stand for nothing until these entries are made anew."""
+        self._hidden.update(self.drop(keys, row, first))
 
     def drop_rows(self, rows: Iterable[int]) -> None:
         """Remove all copies in these rows."""
@@ -121,6 +141,7 @@ class Entries:
         places[gone & (places != MISSING)] = MISSING
         for key in [k for k, place in self._late.items() if place >> _POSITION_BITS in lost]:
             del self._late[key]
+        self._hidden = {(k, p) for k, p in self._hidden if p >> _POSITION_BITS not in lost}
         for key in list(self._spares):
             for place in [p for p in self._spares[key] if p >> _POSITION_BITS in lost]:
                 self._forget_spare(key, place)

@@ -173,6 +173,30 @@ def test_any_order_of_files_with_snapshots_between(
     _agree(Catalog(STORE, Snapshot.load(tmp_path / "snapshot")), rest)
 
 
+def test_pages_hidden_for_now_are_in_the_snapshot_and_can_be_buried(tmp_path: Path) -> None:
+    catalog, file = _one_file()
+    file.add(f.FrameType.RUN, _run(NAMESPACES[0], PAGES, COLUMNS[:1]))
+    _apply(catalog, file, 0)
+    for each in (catalog, _reloaded(catalog, tmp_path)):
+        live = _live(each)
+        hidden, gone = f.Grave(file.ident, 0, 2, 3), f.Grave(file.ident, 0, 4, 2)
+        for _ in range(2):
+            each.discard(hidden)
+        there = each.contains(NAMESPACES[0], COLUMNS[0], b"".join(PAGES)).tolist()
+        assert there == [True, True, False, False, False, True, True, True]
+        _agree(_reloaded(each, tmp_path), live)
+        each.bury(gone)
+        _agree(_reloaded(each, tmp_path), {part for part in live if part[5] not in (4, 5)})
+        # Stored again, the new copy stands; both are there after a reload.
+        again = File(segment_name(bytes(11) + b"\7", 0))
+        again.add(f.FrameType.RUN, _run(NAMESPACES[0], PAGES[2:4], COLUMNS[:1]))
+        each.add_segment(again.name)
+        _apply(each, again, 0)
+        assert each.contains(NAMESPACES[0], COLUMNS[0], b"".join(PAGES[2:4])).all()
+        each.forget_segments([s for s in each.segments if s.name == again.name])
+        assert not each.contains(NAMESPACES[0], COLUMNS[0], b"".join(PAGES[2:4])).any()
+
+
 def _one_file() -> tuple[Catalog, File]:
     catalog, file = Catalog(STORE), File(segment_name(bytes(12), 0))
     catalog.add_segment(file.name)
