@@ -2,7 +2,7 @@
 
 Arguments: root, chain's name, pages, bytes of a part, then shards ("tp0,tp1"). Says "ready" once
 the store is open, "safe N" once the first N pages of every shard are flushed, and "done" before it
-closes the store. With "wait" as last argument it then waits to be killed.
+closes the store. With "wait" as last argument, not "", it then waits to be killed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from kvtier.store import Store
 STEP = 5
 
 
-def main(root: str, name: str, pages: str, size: str, shards: str, then: str = "") -> None:
+def main() -> None:
     """Put the chain."""
+    root, name, pages, size, shards, then = sys.argv[1:]
     chain = keys(name, int(pages))
     columns = [Column("kv", shard) for shard in shards.split(",")]
     store = Store.open(settings(Path(root), commit_interval=0.01, segment_size=1 << 20))
@@ -47,4 +48,4 @@ def main(root: str, name: str, pages: str, size: str, shards: str, then: str = "
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
