@@ -28,6 +28,12 @@ CATCH_UP_SECONDS = 0.1
 
 RECENCY_SECONDS = 30.0
 
+SAVE_PAUSE_SECONDS = 60.0
+"""A snapshot that could not be saved is tried again after this time: on a full disk every attempt
+takes what room there is, and holds up all commits."""
+
+_COMPLAINT_SECONDS = 10.0
+
 
 class Keeper:
     """The thread, and what it is asked to do."""
@@ -49,6 +55,8 @@ class Keeper:
         self._status = StatusFile(layout, committer.name)
         self._used: dict[bytes, dict[bytes, int]] = {}
         self._reclaim_at = math.inf
+        self._save_at = 0.0
+        self._last_complaint = -60.0
         self._recoveries = 0
         self._rounds = 0
         self._round_done = threading.Condition()
@@ -62,7 +70,8 @@ class Keeper:
         self._closing = True
         self._wake.set()
         self._thread.join(timeout)
-        self._status.close()
+        if not self._thread.is_alive():  # it may still write, and the number be another file's
+            self._status.close()
 
     def catch_up(self, timeout: float = CATCH_UP_SECONDS) -> None:
         """See what other processes have committed; gives up if the drive is slow."""
@@ -97,7 +106,10 @@ class Keeper:
             try:
                 self._round()
             except OSError as error:
-                logger.warning("kvtier: cannot read %s: %s", self._layout.path, error)
+                self._complain(f"cannot read or save the index of {self._layout.path}: {error}")
+                time.sleep(ROUND_SECONDS)
+            except Exception as error:  # the thread must outlive any fault: lookups wait for it
+                self._complain("upkeep failed in an unexpected way", error)
                 time.sleep(ROUND_SECONDS)
             with self._round_done:
                 self._rounds += 1
@@ -116,8 +128,15 @@ class Keeper:
         if time.monotonic() >= self._reclaim_at:
             self._reclaim_at = math.inf
             reclaim(self._layout, self._index)
-        if self._index.stale():
+        if self._index.stale() and time.monotonic() >= self._save_at:
+            self._save_at = time.monotonic() + SAVE_PAUSE_SECONDS
             self._index.save()
+            self._save_at = 0.0
+
+    def _complain(self, text: str, error: Exception | None = None) -> None:
+        if time.monotonic() - self._last_complaint > _COMPLAINT_SECONDS:
+            self._last_complaint = time.monotonic()
+            logger.warning("kvtier: %s", text, exc_info=error)
 
     def _tell(self) -> None:
         pages, waited = self._committer.window()

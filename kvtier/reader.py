@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass, field
 
@@ -171,17 +171,19 @@ class Reader:
         while waiting or flying:
             while waiting and len(flying) < _AHEAD * self._config.read_threads:
                 extent = waiting.popleft()
-                flying.append((extent, self._threads.submit(self._read, task.namespace, extent)))
+                flying.append((extent, self._send(task.namespace, extent)))
             extent, future = flying.popleft()
             try:
                 arena, start, right = future.result(max(0.0, task.deadline - time.monotonic()))
-            except Late:
+            except (Late, CancelledError) as end:
+                late = isinstance(end, Late)
                 self._abandon([future, *(other for _, other in flying)])
                 for other in (extent, *(e for e, _ in flying), *waiting):
-                    self._give_up(task, other, "late")
-                self._breaker.failed(
-                    f"no answer within {self._config.read_deadline:g} s", at_once=True
-                )
+                    self._give_up(task, other, "late" if late else "stopped")
+                if late:
+                    self._breaker.failed(
+                        f"no answer within {self._config.read_deadline:g} s", at_once=True
+                    )
                 return
             except OSError as error:
                 self._missed(task, extent, error)
@@ -199,6 +201,15 @@ class Reader:
                 self._deliver(task.requests[span.request], span, usable, source)
                 task.done[span.request][span.wanted[usable]] = True
             self._buffers.give_back(arena)
+
+    def _send(self, namespace: bytes, extent: _Extent) -> Future[tuple[Arena, int, list[Bools]]]:
+        """The read under way; cancelled if there are no threads, or no longer."""
+        try:
+            return self._threads.submit(self._read, namespace, extent)
+        except RuntimeError:  # closed meanwhile, or no more threads for this process
+            refused: Future[tuple[Arena, int, list[Bools]]] = Future()
+            refused.cancel()
+            return refused
 
     def _deliver(self, request: PoolPages, span: _Span, usable: Bools, source: int) -> None:
         size = span.block.part_bytes

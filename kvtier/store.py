@@ -31,6 +31,7 @@ from kvtier.format import (
     encode_wipe,
     new_id,
     part_seed,
+    running_checksum,
 )
 from kvtier.identity import Identity
 from kvtier.index import Index
@@ -44,6 +45,9 @@ from kvtier.reader import Reader
 logger = logging.getLogger("kvtier")
 
 _CANARY_BYTES = 64 << 10
+
+_CACHED_BYTES = 4 << 20
+"""Copied and checksummed at a time: well below a last-level cache."""
 
 RUN_PAGES = 128
 """Pages of a run: as many as SGLang passes in one call of its KV pool (STORAGE_BATCH_SIZE), so
@@ -122,7 +126,10 @@ class Store:
         return self._committer.flush(timeout)
 
     def close(self, timeout: float | None = 30.0) -> None:
-        """Commit what was put, save the index, end the threads. A second call does nothing."""
+        """Commit what was put, save the index, end the threads. A second call does nothing.
+
+        Each of these is given up after `timeout` seconds, so that a drive that hangs ends nobody.
+        """
         if self._closed:
             return
         self._keeper.log_recency()
@@ -131,7 +138,10 @@ class Store:
         self._committer.close(timeout)
         self._keeper.close(timeout)
         self._reader.close()
-        self._save_index()
+        # Another process whose drive hangs may hold the store's lock for ever.
+        saving = threading.Thread(target=self._save_index, name="kvtier-save", daemon=True)
+        saving.start()
+        saving.join(timeout)
 
     def canary(self) -> None:
         """Write, sync and read back one family the way pages go, then forget it.
@@ -311,23 +321,30 @@ class Namespace:
                     reason = f"nothing could be written for {wait:g} s"
                     self._store.writes.failed(reason, at_once=True)
                     return "no_room"
-                gather(pages.buffers, np.arange(start, end), data.address)
-            self._submit(pages, link, slice(start, end), data)
+            self._stage(pages, link, slice(start, end), data)
             answer[start:end] = True
         telemetry.PUT_PAGES.labels("stored").inc(int(missing.sum()))
         return ""
 
-    def _submit(self, pages: PoolPages, link: Link, which: slice, data: Slice | None) -> None:
-        """Checksum copied pages and queue them."""
+    def _stage(self, pages: PoolPages, link: Link, which: slice, data: Slice | None) -> None:
+        """Copy pages to staging, checksum them and queue them.
+
+        A few pages at a time: what was just copied is checksummed out of the processor's cache.
+        """
         size, column = pages.buffers.part_bytes, column_id(pages.column)
         keys = tuple(pages.keys[which])
         whole, sums = 0, []
         if data is not None:
-            view = data.view[: size * len(keys)]
-            whole = checksum(view, block_seed(self._key, column, b"".join(keys)))
-            for number, key in enumerate(keys):
-                part = view[number * size : (number + 1) * size]
-                sums.append(checksum(part, part_seed(self._key, column, key)))
+            block = running_checksum(block_seed(self._key, column, b"".join(keys)))
+            step = max(1, _CACHED_BYTES // size)
+            for first in range(0, len(keys), step):
+                chosen = np.arange(first, min(first + step, len(keys)))
+                gather(pages.buffers, which.start + chosen, data.address + first * size)
+                block.update(data.view[first * size : (first + len(chosen)) * size])
+                for number in chosen.tolist():
+                    part = data.view[number * size : (number + 1) * size]
+                    sums.append(checksum(part, part_seed(self._key, column, keys[number])))
+            whole = block.intdigest()
         parent = pages.keys[which.start - 1] if which.start else link.parent
         self._store._committer.submit(
             Staged(
