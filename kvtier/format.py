@@ -101,6 +101,11 @@ def checksum(data: bytes | memoryview, seed: int = 0) -> int:
     return xxhash.xxh3_64_intdigest(data, seed)
 
 
+def running_checksum(seed: int) -> xxhash.xxh3_64:
+    """The same of data that comes in pieces: `update` it, then ask for `intdigest`."""
+    return xxhash.xxh3_64(seed=seed)
+
+
 def column_id(column: Column) -> int:
     """The 64-bit name of a column in run frames: XXH3-64 of pool, NUL, shard."""
     return checksum(f"{column.pool}\0{column.shard}".encode("ascii"))
