@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,25 +116,25 @@ class Layout:
 
     def write_once(self, path: Path, text: str) -> None:
         """Write a small file so that after a power cut it is there whole or not at all."""
-        write_durably(path, text.encode())
+        write_durably(path, (text.encode(),))
         self.adopt(path)
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` atomically and durably."""
-    with _scratch(path, data) as scratch:
+def write_durably(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Replace `path` by these bytes atomically and durably. OSError if that failed."""
+    with _scratch(path, pieces) as scratch:
         scratch.replace(path)
     sync_directory(path.parent)
 
 
 @contextlib.contextmanager
-def _scratch(path: Path, data: bytes) -> Iterator[Path]:
-    """A durable file with `data` under another name beside `path`; gone at the end."""
+def _scratch(path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[Path]:
+    """A durable file with these bytes under another name beside `path`; gone at the end."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.{new_id().hex()}.tmp")
     fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(data)
+            file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
         yield scratch
@@ -196,7 +196,7 @@ def _create(path: Path) -> None:
 
 def _link_once(path: Path, text: str) -> None:
     """Create `path` with `text` unless another process was first."""
-    with _scratch(path, text.encode()) as scratch, contextlib.suppress(FileExistsError):
+    with _scratch(path, (text.encode(),)) as scratch, contextlib.suppress(FileExistsError):
         os.link(scratch, path)
     sync_directory(path.parent)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtier.format import ALIGNMENT, FORMAT_VERSION, FormatError, align, checksum, new_id
-from kvtier.layout import sync_directory
+from kvtier.format import ALIGNMENT, FORMAT_VERSION, FormatError, align, checksum
+from kvtier.layout import write_durably
 from kvtier.pages import U64
 from kvtier.table import Table
 
@@ -107,7 +106,7 @@ class Snapshot:
         return cls(document["state"], table, rows, frames, mapped)
 
     def save(self, path: Path) -> None:
-        """Replace the file at `path` atomically."""
+        """Replace the file at `path` atomically and durably. OSError if that failed."""
         arrays = (
             self.table.keys,
             self.table.values,
@@ -128,20 +127,8 @@ class Snapshot:
             hasher.update(piece)
         hasher.update(self.frames)
         head = HEADER.pack(MAGIC, FORMAT_VERSION, len(text), checksum(text), hasher.intdigest())
-        scratch = path.with_name(f".{path.name}.{new_id().hex()}.tmp")
-        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(head + text)
-                file.write(bytes(-file.tell() % ALIGNMENT))
-                file.writelines((*body, self.frames))
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.replace(path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
-        sync_directory(path.parent)
+        padding = bytes(-(len(head) + len(text)) % ALIGNMENT)
+        write_durably(path, (head, text, padding, *body, self.frames))
 
 
 def compact(rows: Rows, frames: memoryview, keep: npt.NDArray[np.int64]) -> tuple[Rows, bytes]:
