@@ -48,7 +48,6 @@ _CANARY_BYTES = 64 << 10
 
 _CACHED_BYTES = 4 << 20
 """Copied and checksummed at a time: well below a last-level cache."""
-"""Copied and checksummed at a time: well below a last-level cache."""
 
 RUN_PAGES = 128
 """Pages of a run: as many as SGLang passes in one call of its KV pool (STORAGE_BATCH_SIZE), so
