@@ -18,11 +18,14 @@ from kvtier.backends.local import durable_end
 from kvtier.catalog import Catalog, Located, Segment, StoredRun
 from kvtier.format import Grave, scan_frames
 from kvtier.layout import MANIFEST_SUFFIX, Layout
+from kvtier.memory import keep_resident
 from kvtier.pages import Bools, Column
 from kvtier.snapshot import Snapshot
 
 SNAPSHOT = "snapshot"
 DOORBELL = "doorbell"
+
+_SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW
 
 LATE_PAGES = 1 << 16
 """Entries kept in a dict (about 130 bytes each) before a new snapshot is worth its write."""
@@ -289,31 +292,37 @@ class _Doorbell:
     """
 
     def __init__(self, layout: Layout, *, readonly: bool) -> None:
+        self._path = layout.index / DOORBELL
         self._view: memoryview | None = None
         self._last = b""
         if readonly:
             return
-        path = layout.index / DOORBELL
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
         except OSError:
             return  # every lookup then asks the file system: slower, not wrong
         try:
             if os.fstat(fd).st_size < 8:
-                # Written, not only made longer: on a full disk a store to a hole is a SIGBUS.
                 os.pwrite(fd, bytes(8), 0)
-            self._view = memoryview(mmap.mmap(fd, 8))
-            layout.adopt(path)
+            mapped = mmap.mmap(fd, 8, access=mmap.ACCESS_READ)
+            if keep_resident(mapped):
+                self._view = memoryview(mapped)
+            layout.adopt(self._path)
         except OSError:
             return
         finally:
             os.close(fd)
 
     def ring(self) -> None:
-        if self._view is not None:
-            # Who rings has read everything just before: its own ring is no news to it.
-            self._last = os.urandom(8)
-            self._view[:] = self._last
+        # Who rings has read everything just before: its own ring is no news to it.
+        self._last = os.urandom(8)
+        # Written, not stored to the mapping: there, a full or failing drive would be a SIGBUS.
+        with contextlib.suppress(OSError):
+            fd = os.open(self._path, os.O_WRONLY | _SAFELY)
+            try:
+                os.pwrite(fd, self._last, 0)
+            finally:
+                os.close(fd)
 
     def rung(self) -> bool:
         if self._view is None:

@@ -17,6 +17,12 @@ from kvtier.pages import PageBuffers
 _GIL_COPY_BYTES = 1 << 16
 """Copies below this size keep the GIL: giving it away costs a busy engine more than the copy."""
 
+_ON_FAULT = 1
+_POPULATE_READ = 22
+"""MLOCK_ONFAULT and MADV_POPULATE_READ of Linux: pages that are read stay shared, and a read that
+fails is an error."""
+
+_libc = ctypes.CDLL(None)
 _copy_released = ctypes.CDLL(None).memmove
 _copy_held = ctypes.PyDLL(None).memmove
 for _function in (_copy_released, _copy_held):
@@ -27,6 +33,23 @@ for _function in (_copy_released, _copy_held):
 def copy(target: int, source: int, size: int) -> None:
     """Copy `size` bytes between two addresses."""
     (_copy_released if size >= _GIL_COPY_BYTES else _copy_held)(target, source, size)
+
+
+def keep_resident(mapped: mmap.mmap) -> bool:
+    """Read a mapped file in and hold it in memory, or else a drive that fails would end the process
+    (SIGBUS), and one that hangs would stop all its threads, at an access long after.
+
+    False if this process may not lock so much memory, or not all of it could be read.
+    """
+    lock = getattr(_libc, "mlock2", None)
+    address = np.frombuffer(mapped, np.uint8).ctypes.data
+    if lock is None or lock(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), _ON_FAULT):
+        return False
+    try:
+        mapped.madvise(_POPULATE_READ)
+    except OSError:  # not read, or a kernel before 5.14
+        return False
+    return True
 
 
 class Arena:

@@ -6,12 +6,14 @@ derived: a missing, older or damaged snapshot costs a replay of the manifests, n
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
+import os
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ import xxhash
 
 from kvtier.format import ALIGNMENT, FORMAT_VERSION, FormatError, align, checksum
 from kvtier.layout import write_durably
+from kvtier.memory import keep_resident
 from kvtier.pages import U64
 from kvtier.table import Table
 
@@ -65,10 +68,12 @@ class Snapshot:
 
     @classmethod
     def load(cls, path: Path) -> Snapshot | None:
-        """The snapshot at `path`, mapped privately; None if there is no usable one."""
+        """The snapshot at `path`, held in memory; None if there is no usable one."""
         try:
             with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                if not keep_resident(mapped):
+                    mapped = _copied(file)
         except (OSError, ValueError):
             return None
         try:
@@ -129,6 +134,15 @@ class Snapshot:
         head = HEADER.pack(MAGIC, FORMAT_VERSION, len(text), checksum(text), hasher.intdigest())
         padding = bytes(-(len(head) + len(text)) % ALIGNMENT)
         write_durably(path, (head, text, padding, *body, self.frames))
+
+
+def _copied(file: BinaryIO) -> mmap.mmap:
+    """A file's bytes in memory of our own. OSError if they cannot be read."""
+    size = os.fstat(file.fileno()).st_size
+    copy = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if file.readinto(copy) != size:  # type: ignore[attr-defined]
+        raise OSError(errno.EIO, "the file became shorter while it was read")
+    return copy
 
 
 def compact(rows: Rows, frames: memoryview, keep: npt.NDArray[np.int64]) -> tuple[Rows, bytes]:

@@ -11,7 +11,9 @@ from making import KV, contents, get, keys, opened, put, settings
 
 from kvtier import index as indexes
 from kvtier import reader
+from kvtier import snapshot as snapshots
 from kvtier.backends import local
+from kvtier.pages import Link
 from kvtier.snapshot import Snapshot
 from kvtier.store import Store
 
@@ -85,6 +87,63 @@ def test_the_keeper_outlives_a_snapshot_that_fails(
         assert len(tried) <= 2, "one attempt of each store"
         put(namespace, chain, contents(chain, SIZE))
         assert store.flush(60)
+        for _ in range(2):
+            other._keeper.catch_up(PATIENCE)
+        assert theirs.contains(KV, chain).all()
+
+
+def _mapped(path: Path) -> list[bool]:
+    """Of each of this process's mappings of a file, whether all of it is held in memory."""
+    held, mine, size = [], False, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            mine = line.endswith(str(path))
+        elif mine and name == "Size:":
+            size = rest[0]
+        elif mine and name == "Rss:":
+            held.append(rest[0] == size)
+        elif mine and name == "VmFlags:":
+            held[-1] = held[-1] and "lo" in rest
+    return held
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_no_lookup_reads_a_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    """A mapped page that the kernel took back and can't read again would end the process."""
+    chain = keys("chain", 2000)
+    with opened(tmp_path) as (store, namespace):
+        put(namespace, chain, contents(chain, 10))
+        assert store.flush(60)
+    if not allowed:  # RLIMIT_MEMLOCK does not bind root
+        for module in (indexes, snapshots):
+            monkeypatch.setattr(module, "keep_resident", lambda mapped: False)
+    with opened(tmp_path) as (store, namespace), opened(tmp_path) as (other, theirs):
+        for name in (indexes.SNAPSHOT, indexes.DOORBELL):
+            held = _mapped(store.layout.index / name)
+            assert all(held) and len(held) >= 2 * allowed
+        assert namespace.contains(KV, chain).all()
+        more = keys("more", 3)
+        put(namespace, more, contents(more, 10), link=Link())
+        assert store.flush(60)
+        for _ in range(2):
+            other._keeper.catch_up(PATIENCE)
+        assert theirs.contains(KV, [*chain, *more]).all()
+        namespace.clear()
+        assert not namespace.contains(KV, chain).any(), "the held table can be changed"
+
+
+def test_a_doorbell_that_cannot_be_rung_fails_no_commit(tmp_path: Path) -> None:
+    chain = keys("chain", 3)
+    with opened(tmp_path) as (store, namespace), opened(tmp_path) as (other, theirs):
+        bell = store.layout.index / indexes.DOORBELL
+        bell.unlink()
+        bell.mkdir()
+        assert put(namespace, chain, contents(chain, SIZE)).all()
+        assert store.flush(60)
+        assert get(namespace, chain, SIZE) == contents(chain, SIZE)
         for _ in range(2):
             other._keeper.catch_up(PATIENCE)
         assert theirs.contains(KV, chain).all()
