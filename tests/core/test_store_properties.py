@@ -148,6 +148,11 @@ class Lives(RuleBasedStateMachine):
         for process in self.processes:
             assert process.store.flush(120)
             self._settled(process)
+        self._notice()
+
+    def _notice(self) -> None:
+        """Let every process see what the others did. Without it a page that another process has
+        just deleted may be taken for stored by a put: a miss later, as after any deletion."""
         for process in self.processes:
             process.store.index.refresh()
 
@@ -232,6 +237,7 @@ class Lives(RuleBasedStateMachine):
         self._flush()
         self.processes[which % len(self.processes)].spaces[model].clear()
         self._deleted({part for part in ALL if part.model == model})
+        self._notice()
 
     @rule(share=st.sampled_from((0.0, 0.3, 0.6, 0.9)))
     def collect(self, share: float) -> None:
@@ -253,8 +259,7 @@ class Lives(RuleBasedStateMachine):
                         assert after.issuperset(above), "a page was left without those before it"
         self._deleted(set(ALL) - after)
         self.must, self.may = after, set()
-        for process in self.processes:
-            process.store.index.refresh()
+        self._notice()
         self._check(sorted(before))
 
     @rule(part=st.sampled_from(ALL))
