@@ -37,6 +37,9 @@ from kvtier.table import MISSING, Table
 
 _RUN_CACHE = 1 << 12
 
+Copies = tuple[U64, U64, U64, U64]
+"""Keys and the places that stand for them, keys and places of further copies."""
+
 _USES = 1 << 14
 """Newest uses a snapshot keeps; sessions are hundreds, and older ones rank by when they were
 written."""
@@ -200,9 +203,17 @@ class Catalog:
 
     def runs(self) -> Iterator[StoredRun]:
         """Every run with its live pages, further copies included, oldest file first. Damaged
-        frames are left out."""
-        places = np.concatenate((self._entries.standing()[1], self._entries.spares()[1]))
-        rows, positions = unpack(np.sort(places))
+        frames are left out. What changes after the call doesn't show."""
+        _, standing, _, spares = self.copies()
+        return self._runs(np.sort(np.concatenate((standing, spares))))
+
+    def copies(self) -> Copies:
+        """All live copies at this moment. Not to be called while another thread makes one stand
+        for another: it would be in neither."""
+        return (*self._entries.standing(), *self._entries.spares())
+
+    def _runs(self, places: U64) -> Iterator[StoredRun]:
+        rows, positions = unpack(places)
         for span in _groups(rows):
             stored = self._stored(int(rows[span][0]), positions[span])
             if stored is not None:
@@ -273,8 +284,11 @@ class Catalog:
         place = (namespace, key)
         self.used[place] = max(time_ns, self.used.get(place, 0))
 
-    def compacted(self, present: Sequence[Segment]) -> Snapshot:
-        """All this as a snapshot: live runs, and the segments that are still there."""
+    def compacted(self, present: Sequence[Segment], copies: Copies | None = None) -> Snapshot:
+        """All this as a snapshot: live runs, and the segments that are still there.
+
+        `copies`: what `copies` has just returned, if other threads use the catalog.
+        """
         frames = bytes(self._frames) + b"".join(run.frame for run in self._late_runs)
         lengths = np.array([len(run.frame) for run in self._late_runs], np.uint64)
         ends = np.cumsum(lengths, dtype=np.uint64) + np.uint64(len(self._frames))
@@ -285,8 +299,7 @@ class Catalog:
             np.concatenate((self._rows.manifest, manifest)),
             np.concatenate((self._rows.segment, number)),
         )
-        keys, standing = self._entries.standing()
-        spare_keys, spares = self._entries.spares()
+        keys, standing, spare_keys, spares = copies or self.copies()
         old, position = unpack(np.concatenate((standing, spares)))
         keep = np.unique(old)
         rows, kept = compact(rows, memoryview(frames), keep)

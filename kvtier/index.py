@@ -28,7 +28,8 @@ DOORBELL = "doorbell"
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW
 
 LATE_PAGES = 1 << 16
-"""Entries kept in a dict (about 130 bytes each) before a new snapshot is worth its write."""
+"""Entries kept in a dict (about 130 bytes each) before a new snapshot is worth its write; and runs
+kept as frames, of which most may be gone again."""
 
 _SETTLED_NS = 2_000_000_000
 """A directory's time stamp older than this cannot hide a later change in the same tick."""
@@ -78,8 +79,9 @@ class Index:
             return self._catalog.locate(namespace, column, keys)
 
     def runs(self) -> Iterator[StoredRun]:
-        """Every run with its live pages. Meant for tools: changes meanwhile may be missed."""
-        return self._catalog.runs()
+        """Every run with its live pages, as they are at the call."""
+        with self._lock:
+            return self._catalog.runs()
 
     def columns(self, namespace: bytes) -> dict[int, Column]:
         """Column ids of a namespace and what they stand for."""
@@ -156,7 +158,7 @@ class Index:
 
     def stale(self) -> bool:
         """So much came since the snapshot that a new one is worth its write."""
-        return self._catalog.late_pages > LATE_PAGES
+        return max(self._catalog.late_pages, self._catalog.late_runs) > LATE_PAGES
 
     def save(self) -> None:
         """Write a snapshot of all this and go on from it.
@@ -167,7 +169,9 @@ class Index:
         # In this order, which is that of the committer: it reads while it holds the store's lock.
         with self._layout.lock(), self._reading:
             self._read_tails(self._catalog)
-            snapshot = self._catalog.compacted(self.segments())
+            with self._lock:
+                copies = self._catalog.copies()
+            snapshot = self._catalog.compacted(self.segments(), copies)
             snapshot.save(path)
             self._layout.adopt(path)
             self._load(Snapshot.load(path))

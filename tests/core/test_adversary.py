@@ -7,13 +7,16 @@ import threading
 from pathlib import Path
 
 import pytest
-from making import KV, contents, get, keys, opened, put, settings
+from making import KV, contents, copies, get, keys, opened, put, settings
 
 from kvtier import index as indexes
+from kvtier import keeper as keepers
 from kvtier import reader
 from kvtier import snapshot as snapshots
 from kvtier.backends import local
-from kvtier.pages import Link
+from kvtier.entries import Entries
+from kvtier.format import column_id
+from kvtier.pages import U64, Link
 from kvtier.snapshot import Snapshot
 from kvtier.store import Store
 
@@ -147,3 +150,54 @@ def test_a_doorbell_that_cannot_be_rung_fails_no_commit(tmp_path: Path) -> None:
         for _ in range(2):
             other._keeper.catch_up(PATIENCE)
         assert theirs.contains(KV, chain).all()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_copy_that_takes_anothers_place_is_never_overlooked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    """Overlooked for a moment, its space would be freed, or the saved index lack it for good."""
+    chain = keys("twice", 1)
+    with opened(tmp_path, commit_interval=60.0) as (one, first):
+        with opened(tmp_path, commit_interval=60.0) as (_, second):
+            put(first, chain, contents(chain, SIZE))
+            put(second, chain, contents(chain, SIZE))
+        assert one.flush(60)
+        before = copies(one.index)
+        [places] = before.values()
+        assert len(places) == 2
+        [located] = one.index.locate(first._key, column_id(KV), chain[0])
+        unreadable = located.stored.grave(0, 1)
+        real = Entries.standing
+        hiding = threading.Thread(target=one.index.discard, args=(unreadable,))
+
+        def meanwhile(entries: Entries) -> tuple[U64, U64]:
+            found = real(entries)
+            if not hiding.ident:
+                hiding.start()
+                hiding.join(0.5)
+            return found
+
+        monkeypatch.setattr(Entries, "standing", meanwhile)
+        if saved:
+            one.index.save()
+        found = copies(one.index)
+        hiding.join(PATIENCE)
+        assert found == copies(one.index) == before
+
+
+def test_runs_that_are_gone_again_do_not_pile_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that is kept small has few pages at any time, however many come and go."""
+    monkeypatch.setattr(indexes, "LATE_PAGES", 20)
+    monkeypatch.setattr(keepers, "ROUND_SECONDS", 3600.0)
+    with opened(tmp_path) as (store, namespace):
+        for number in range(30):
+            chain = keys(number, 2)
+            put(namespace, chain, contents(chain, 100))
+            namespace.clear()
+        assert len(store.index) == 0
+        assert store.index.stale()
+        store.index.save()
+        assert not store.index.stale()
