@@ -442,14 +442,12 @@ def _show(figures: Sequence[Figures], reopening: dict[str, float] | None) -> Non
 
 def _rates(values: dict[str, float], goal: str) -> tuple[str, ...]:
     ours, theirs = values["kvtier"], values["HiCacheFile"]
-    drive = f"{values['drive']:.0f} MiB/s" if "drive" in values else ""
-    return (
-        f"{ours:.0f} MiB/s",
-        f"{theirs:.0f} MiB/s",
-        _ratio(ours / theirs, goal),
-        goal,
-        drive,
-    )
+    ratio, drive = _ratio(ours / theirs, goal), ""
+    if "drive" in values:
+        drive = f"{values['drive']:.0f} MiB/s"
+        if goal and ours < float(goal.rstrip("x")) * theirs and ours > 0.9 * values["drive"]:
+            ratio = f"[yellow]{ours / theirs:.1f}x: drive's limit[/]"
+    return f"{ours:.0f} MiB/s", f"{theirs:.0f} MiB/s", ratio, goal, drive
 
 
 def _times(values: dict[str, float], goal: str) -> tuple[str, ...]:
