@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvtier import telemetry
 from kvtier.backends.local import read_extent
+from kvtier.boundaries import run_length
 from kvtier.breaker import Breaker
 from kvtier.catalog import Located
 from kvtier.config import Config
@@ -84,6 +85,8 @@ class _Task:
         self.requests = requests
         self.deadline = deadline
         self.done: list[Bools] = [np.zeros(len(r.keys), np.bool_) for r in requests]
+        self.right: list[Bools] = [np.zeros(len(r.keys), np.bool_) for r in requests]
+        """Pages that were read and are what was stored."""
         self.limits = [len(request.keys) for request in requests]
         """Index of the first page of each request that failed."""
         self.damaged: list[Grave] = []
@@ -94,6 +97,8 @@ class _Task:
 
 
 _Flight = tuple[_Extent, "Future[tuple[Arena, int, list[Bools]]]"]
+_Held = tuple[_Extent, Arena, int, list[Bools]]
+"""What was read: where to, the file offset of its first byte, which parts of the spans are right."""
 
 
 class Reader:
@@ -148,7 +153,7 @@ class Reader:
             positions, wanted = positions[same], located.wanted[same]
             there[wanted] = True
             if not block.part_bytes:
-                done[wanted] = True
+                done[wanted] = task.right[number][wanted] = True
                 continue
             longest = max(1, EXTENT_BYTES // block.part_bytes)
             for start, end in _neighbours(positions, longest):
@@ -168,6 +173,7 @@ class Reader:
             return
         waiting = deque(extents)
         flying: deque[_Flight] = deque()
+        held: list[_Held] = []
         while waiting or flying:
             while waiting and len(flying) < _AHEAD * self._config.read_threads:
                 extent = waiting.popleft()
@@ -184,23 +190,45 @@ class Reader:
                     self._breaker.failed(
                         f"no answer within {self._config.read_deadline:g} s", at_once=True
                     )
-                return
+                break
             except OSError as error:
                 self._missed(task, extent, error)
                 continue
             self._breaker.passed()
             for span, good in zip(extent.spans, right, strict=True):
+                task.right[span.request][span.wanted[good]] = True
                 if not good.all():
                     bad = np.flatnonzero(~good)
                     task.fail(span.request, int(span.wanted[bad[0]]))
                     task.damaged += span.graves(~good)
                     telemetry.GET_PAGES.labels("damaged").inc(len(bad))
+            held = self._land(task, [*held, (extent, arena, start, right)])
+        self._land(task, held, last=True)
+
+    def _land(self, task: _Task, held: list[_Held], *, last: bool = False) -> list[_Held]:
+        """Copy out what is right where all pages before it are; what has to wait for those.
+
+        `last`: nothing more comes, so that only pages before each limit are wanted.
+        """
+        ends = [
+            limit if last else min(limit, run_length(right))
+            for limit, right in zip(task.limits, task.right, strict=True)
+        ]
+        waiting = []
+        for extent, arena, start, right in held:
+            if any(
+                span.wanted[-1] >= ends[span.request] and span.wanted[0] < task.limits[span.request]
+                for span in ([] if last else extent.spans)
+            ):
+                waiting.append((extent, arena, start, right))
+                continue
             for span, good in zip(extent.spans, right, strict=True):
                 usable = good & (span.wanted < task.limits[span.request])
                 source = arena.address + span.start - start
                 self._deliver(task.requests[span.request], span, usable, source)
                 task.done[span.request][span.wanted[usable]] = True
             self._buffers.give_back(arena)
+        return waiting
 
     def _send(self, namespace: bytes, extent: _Extent) -> Future[tuple[Arena, int, list[Bools]]]:
         """The read under way; cancelled if there are no threads, or no longer."""

@@ -201,3 +201,29 @@ def test_runs_that_are_gone_again_do_not_pile_up(
         assert store.index.stale()
         store.index.save()
         assert not store.index.stale()
+
+
+def test_later_pages_do_not_land_before_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Report R024 where the end of a chain lies before its start on the drive."""
+    monkeypatch.setattr(reader, "GAP_BYTES", 0)
+    monkeypatch.setattr(reader, "EXTENT_BYTES", 2 * SIZE)
+    with opened(tmp_path) as (store, namespace):
+        chain = keys("chain", 6)
+        for some in (chain[4:], chain[2:4], chain[:2]):
+            put(namespace, some, contents(some, SIZE), link=Link())
+            assert store.flush(60)
+        parts = contents(chain, SIZE)
+        assert get(namespace, chain, SIZE) == parts
+        real = local.read_extent
+        [middle] = store.index.locate(namespace._key, column_id(KV), chain[3])
+        offset = middle.stored.run.blocks[0].offset
+
+        def bad(path: Path, start: int, buffer: memoryview, *, direct: bool) -> int:
+            if start == offset:
+                raise OSError(errno.EIO, "Input/output error")
+            return real(path, start, buffer, direct=direct)
+
+        monkeypatch.setattr(reader, "read_extent", bad)
+        assert get(namespace, chain, SIZE) == [*parts[:2], *[None] * 4]
