@@ -6,7 +6,6 @@ No call here raises for a fault of the disk: a put is refused, a lookup or a get
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import threading
@@ -19,39 +18,23 @@ import numpy.typing as npt
 
 from kvtier import telemetry
 from kvtier.breaker import Breaker
-from kvtier.committer import Committer, Staged
+from kvtier.committer import Committer
 from kvtier.config import Config
 from kvtier.errors import UnreachableError
-from kvtier.format import (
-    FrameType,
-    Grave,
-    block_seed,
-    checksum,
-    column_id,
-    encode_wipe,
-    new_id,
-    part_seed,
-    running_checksum,
-)
+from kvtier.format import FrameType, Grave, column_id, encode_wipe, new_id
 from kvtier.identity import Identity
 from kvtier.index import Index
 from kvtier.keeper import Keeper
 from kvtier.layout import Layout
-from kvtier.memory import Ring, Slice, gather
+from kvtier.memory import Ring
 from kvtier.pages import ROOT, Bools, Column, Link, PageBuffers, PoolPages
 from kvtier.place import default_root, store_path
 from kvtier.reader import Reader
+from kvtier.stager import Offer, Stager
 
 logger = logging.getLogger("kvtier")
 
 _CANARY_BYTES = 64 << 10
-
-_CACHED_BYTES = 4 << 20
-"""Copied and checksummed at a time: well below a last-level cache."""
-
-RUN_PAGES = 128
-"""Pages of a run: as many as SGLang passes in one call of its KV pool (STORAGE_BATCH_SIZE), so
-that the pools of a page family meet in the same run."""
 
 
 class Store:
@@ -61,9 +44,9 @@ class Store:
         self.layout = layout
         self.config = config
         self.index = Index(layout)
-        self._ring = Ring(config.staging_size)
+        ring = Ring(config.staging_size)
         self.reads, self.writes = Breaker("reads"), Breaker("writes")
-        self._committer = Committer(layout, self.index, self._ring, config, self.writes)
+        self._committer = Committer(layout, self.index, ring, config, self.writes)
         self._reader = Reader(layout, self.index, config, self.reads)
         self._page_tokens: dict[bytes, int] = {}
         self._keeper = Keeper(
@@ -73,8 +56,15 @@ class Store:
             (self.reads, self.writes),
             lambda namespace: self._page_tokens.get(namespace, 0),
         )
-        self._putting = threading.Lock()
-        self._closed = False
+        self._stager = Stager(
+            index=self.index,
+            ring=ring,
+            committer=self._committer,
+            keeper=self._keeper,
+            breaker=self.writes,
+            config=config,
+        )
+        self.closed = False
 
     @classmethod
     def open(cls, config: Config) -> Store:
@@ -119,7 +109,17 @@ class Store:
             ) from error
         tokens = identity.document.get("page_tokens", 0)
         self._page_tokens[identity.id_bytes] = tokens if isinstance(tokens, int) else 0
-        return Namespace(self, identity, anchor)
+        return self._namespace(identity, anchor)
+
+    def _namespace(self, identity: Identity, anchor: Column | None) -> Namespace:
+        return Namespace(
+            identity,
+            anchor,
+            store=self,
+            stager=self._stager,
+            reader=self._reader,
+            keeper=self._keeper,
+        )
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all that was put is durable and visible; False if that took longer."""
@@ -130,11 +130,11 @@ class Store:
 
         Each of these is given up after `timeout` seconds, so that a drive that hangs ends nobody.
         """
-        if self._closed:
+        if self.closed:
             return
         self._keeper.log_recency()
-        with self._putting:
-            self._closed = True
+        self._stager.close()
+        self.closed = True
         self._committer.close(timeout)
         self._keeper.close(timeout)
         self._reader.close()
@@ -152,7 +152,8 @@ class Store:
         columns = (Column("canary"), Column("canary.tail"))
         sent = np.frombuffer(os.urandom(_CANARY_BYTES), np.uint8)
         got = np.zeros(2 * _CANARY_BYTES, np.uint8)
-        namespace = Namespace(self, Identity.of({"canary": True}), None)
+        identity = Identity.of({"canary": True})
+        namespace = self._namespace(identity, None)
         for number, column in enumerate(columns):
             page = PoolPages(column, [key], _one_page(sent), trailing=bool(number))
             namespace.put(page, Link(ROOT, 0))
@@ -173,7 +174,7 @@ class Store:
                 f"{self.root} did not give a test page back ({reason or 'no error was reported'}): "
                 "check the drive and its free space."
             )
-        places = [self.index.locate(namespace._key, column_id(c), key)[0] for c in columns]
+        places = [self.index.locate(identity.id_bytes, column_id(c), key)[0] for c in columns]
         self.bury([place.stored.grave(int(place.stored.positions[0]), 1) for place in places])
 
     def bury(self, graves: Sequence[Grave]) -> None:
@@ -187,8 +188,15 @@ class Store:
         self._keeper.catch_up(self.config.read_deadline)
         return [grave for grave in graves if self.index.holds(grave)]
 
-    def reclaim_later(self) -> None:
-        """Give space of deleted pages back once readers had time to notice."""
+    def wipe(self, namespace: bytes) -> None:
+        """Forget every page of a namespace; their space is freed after the grace time, when
+        readers have noticed."""
+        self.flush(self.config.put_deadline)
+        with contextlib.suppress(OSError):  # an unreadable directory: what is known goes
+            self.index.refresh()
+        ends = [(segment.ident, segment.applied) for segment in self.index.segments()]
+        self._committer.record(FrameType.WIPE, encode_wipe(namespace, ends))
+        self.flush(self.config.put_deadline)
         self._keeper.reclaim_at(time.monotonic() + self.config.grace)
 
     def _save_index(self) -> None:
@@ -206,10 +214,22 @@ def _one_page(memory: npt.NDArray[np.uint8]) -> PageBuffers:
 class Namespace:
     """The pages of one identity in an open store."""
 
-    def __init__(self, store: Store, identity: Identity, anchor: Column | None) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        anchor: Column | None,
+        *,
+        store: Store,
+        stager: Stager,
+        reader: Reader,
+        keeper: Keeper,
+    ) -> None:
         self.id = identity.id
         self._key = identity.id_bytes
         self._store = store
+        self._stager = stager
+        self._reader = reader
+        self._keeper = keeper
         self._anchor = anchor
 
     def put(self, pages: PoolPages, link: Link) -> Bools:
@@ -218,24 +238,7 @@ class Namespace:
         The bytes are copied before this returns. What is already there is not written again. From
         the first page that is refused on, later new pages are refused as well.
         """
-        keys = list(pages.keys)
-        with self._store._putting:
-            answer = self._known(pages.column, keys)
-            if answer.any():
-                self._store._keeper.note_use(self._key, keys[int(np.flatnonzero(answer)[-1])])
-                telemetry.PUT_PAGES.labels("known").inc(int(answer.sum()))
-            if answer.all() or self._store._closed:
-                return answer
-            if not answer[0] and not self._parent_known(pages, link):
-                telemetry.PUT_PAGES.labels("no_parent").inc(int((~answer).sum()))
-                return answer
-            if not self._store.writes.allows():
-                telemetry.PUT_PAGES.labels("stopped").inc(int((~answer).sum()))
-                return answer
-            outcome = self._stage_missing(pages, link, answer)
-            if outcome:
-                telemetry.PUT_PAGES.labels(outcome).inc(int((~answer).sum()))
-        return answer
+        return self._stager.put(Offer(self._key, pages, link, self._anchor))
 
     def contains(self, column: Column, keys: Sequence[bytes]) -> Bools:
         """Which pages are committed; bool (n,)."""
@@ -246,7 +249,7 @@ class Namespace:
         if not self._store.reads.ready():
             return [np.zeros(len(keys), np.bool_) for _ in columns]
         if self._store.index.rung():
-            self._store._keeper.catch_up()
+            self._keeper.catch_up()
         names = [column_id(column) for column in columns]
         found = self._store.index.contains_each(self._key, names, b"".join(keys))
         hits = sum(int(np.count_nonzero(there)) for there in found)
@@ -260,9 +263,9 @@ class Namespace:
         For prefixes: after the first page of a request that is not there, or not as it was
         stored, its later pages are False, and nothing is written for them.
         """
-        if self._store._closed:
+        if self._store.closed:
             return [np.zeros(len(request.keys), np.bool_) for request in requests]
-        answers, damaged = self._store._reader.get(self._key, requests)
+        answers, damaged = self._reader.get(self._key, requests)
         if damaged:
             damaged = self._store.still_there(damaged)
         if damaged:
@@ -275,99 +278,9 @@ class Namespace:
         for request, answer in zip(requests, answers, strict=True):
             if answer.any():
                 last = request.keys[int(np.flatnonzero(answer)[-1])]
-                self._store._keeper.note_use(self._key, last)
+                self._keeper.note_use(self._key, last)
         return answers
 
     def clear(self) -> None:
         """Forget every page of this namespace; their space is freed after the grace time."""
-        self._store.flush(self._store.config.put_deadline)
-        with contextlib.suppress(OSError):  # an unreadable directory: what is known goes
-            self._store.index.refresh()
-        ends = [(segment.ident, segment.applied) for segment in self._store.index.segments()]
-        self._store._committer.record(FrameType.WIPE, encode_wipe(self._key, ends))
-        self._store.flush(self._store.config.put_deadline)
-        self._store.reclaim_later()
-
-    def _known(self, column: Column, keys: Sequence[bytes]) -> Bools:
-        # In this order: what is committed in between is seen as waiting.
-        waiting = self._store._committer.pending(self._key, column, keys)
-        stored = self._store.index.contains(self._key, column_id(column), b"".join(keys))
-        return stored | np.array(waiting, np.bool_)
-
-    def _parent_known(self, pages: PoolPages, link: Link) -> bool:
-        """Whether a chain leads to the first page. Trailing pools come before the pages they
-        belong to, so for them it cannot be told yet."""
-        parent = link.parent
-        if parent is None or parent == ROOT or self._anchor is None or pages.trailing:
-            return True
-        columns = {self._anchor, pages.column}
-        return any(self._known(column, [parent])[0] for column in columns)
-
-    def _stage_missing(self, pages: PoolPages, link: Link, answer: Bools) -> str:
-        """Stage what is not there; why it stopped early, empty if it did not."""
-        size, largest = pages.buffers.part_bytes, self._store._ring.largest
-        if size > largest:
-            return "too_large"
-        longest = min(RUN_PAGES, largest // size) if size else RUN_PAGES
-        deadline = time.monotonic() + self._store.config.put_deadline
-        missing = ~answer
-        for start, end in _stretches(missing, longest):
-            data = None
-            if size:
-                left = deadline - time.monotonic()
-                data = self._store._ring.take(size * (end - start), left)
-                if data is None:
-                    wait = self._store.config.put_deadline
-                    reason = f"nothing could be written for {wait:g} s"
-                    self._store.writes.failed(reason, at_once=True)
-                    return "no_room"
-            self._stage(pages, link, slice(start, end), data)
-            answer[start:end] = True
-        telemetry.PUT_PAGES.labels("stored").inc(int(missing.sum()))
-        return ""
-
-    def _stage(self, pages: PoolPages, link: Link, which: slice, data: Slice | None) -> None:
-        """Copy pages to staging, checksum them and queue them.
-
-        A few pages at a time: what was just copied is checksummed out of the processor's cache.
-        """
-        size, column = pages.buffers.part_bytes, column_id(pages.column)
-        keys = tuple(pages.keys[which])
-        whole, sums = 0, []
-        if data is not None:
-            block = running_checksum(block_seed(self._key, column, b"".join(keys)))
-            step = max(1, _CACHED_BYTES // size)
-            for first in range(0, len(keys), step):
-                chosen = np.arange(first, min(first + step, len(keys)))
-                gather(pages.buffers, which.start + chosen, data.address + first * size)
-                block.update(data.view[first * size : (first + len(chosen)) * size])
-                for number in chosen.tolist():
-                    part = data.view[number * size : (number + 1) * size]
-                    sums.append(checksum(part, part_seed(self._key, column, keys[number])))
-            whole = block.intdigest()
-        parent = pages.keys[which.start - 1] if which.start else link.parent
-        self._store._committer.submit(
-            Staged(
-                self._key,
-                pages.column,
-                keys,
-                Link(parent, link.ordinal + which.start),
-                pages.trailing,
-                size,
-                data,
-                whole,
-                np.array(sums, np.uint64),
-                self._anchor if pages.column == self._anchor else None,
-            )
-        )
-
-
-def _stretches(missing: Bools, longest: int) -> list[tuple[int, int]]:
-    """(start, end) of stretches of missing pages, cut at multiples of `longest`, so that pools put
-    one after the other are cut alike."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], missing, [False])).astype(np.int8)))
-    stretches: list[tuple[int, int]] = []
-    for start, end in edges.reshape(-1, 2).tolist():
-        cuts = [start, *range((start // longest + 1) * longest, end, longest), end]
-        stretches += itertools.pairwise(cuts)
-    return stretches
+        self._store.wipe(self._key)

@@ -1,0 +1,173 @@
+"""Takes pages in: what is new is copied to staging, checksummed there, and queued."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier import telemetry
+from kvtier.breaker import Breaker
+from kvtier.committer import Committer, Staged
+from kvtier.config import Config
+from kvtier.format import block_seed, checksum, column_id, part_seed, running_checksum
+from kvtier.index import Index
+from kvtier.keeper import Keeper
+from kvtier.memory import Ring, Slice, gather
+from kvtier.pages import ROOT, Bools, Column, Link, PoolPages
+
+_CACHED_BYTES = 4 << 20
+"""Copied and checksummed at a time: well below a last-level cache."""
+
+RUN_PAGES = 128
+"""Pages of a run: as many as SGLang passes in one call of its KV pool (STORAGE_BATCH_SIZE), so
+that the pools of a page family meet in the same run."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one put offers: pages of a namespace, and where they hang."""
+
+    namespace: bytes
+    pages: PoolPages
+    link: Link
+    anchor: Column | None
+    """Column this process stores for every page of a chain; None if another process does."""
+
+
+class Stager:
+    """The puts of a process, one at a time. A fault of the drive refuses pages, it never raises."""
+
+    def __init__(
+        self,
+        *,
+        index: Index,
+        ring: Ring,
+        committer: Committer,
+        keeper: Keeper,
+        breaker: Breaker,
+        config: Config,
+    ) -> None:
+        """`breaker`: of writes."""
+        self._index = index
+        self._ring = ring
+        self._committer = committer
+        self._keeper = keeper
+        self._breaker = breaker
+        self._config = config
+        self._putting = threading.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Refuse new pages from now on; a put that is under way ends first."""
+        with self._putting:
+            self._closed = True
+
+    def put(self, offer: Offer) -> Bools:
+        """Which pages are stored, or will be with the next commit; bool (n,).
+
+        The bytes are copied before this returns. From the first page that is refused on, later new
+        pages are refused as well.
+        """
+        keys = list(offer.pages.keys)
+        with self._putting:
+            answer = self._known(offer.namespace, offer.pages.column, keys)
+            if answer.any():
+                self._keeper.note_use(offer.namespace, keys[int(np.flatnonzero(answer)[-1])])
+                telemetry.PUT_PAGES.labels("known").inc(int(answer.sum()))
+            if answer.all() or self._closed:
+                return answer
+            if not answer[0] and not self._parent_known(offer):
+                outcome = "no_parent"
+            elif not self._breaker.allows():
+                outcome = "stopped"
+            else:
+                outcome = self._stage_missing(offer, answer)
+            telemetry.PUT_PAGES.labels(outcome).inc(int((~answer).sum()))
+        return answer
+
+    def _known(self, namespace: bytes, column: Column, keys: Sequence[bytes]) -> Bools:
+        # In this order: what is committed in between is seen as waiting.
+        waiting = self._committer.pending(namespace, column, keys)
+        stored = self._index.contains(namespace, column_id(column), b"".join(keys))
+        return stored | np.array(waiting, np.bool_)
+
+    def _parent_known(self, offer: Offer) -> bool:
+        """Whether a chain leads to the first page. Trailing pools come before the pages they
+        belong to, so for them it cannot be told yet."""
+        parent = offer.link.parent
+        if parent is None or parent == ROOT or offer.anchor is None or offer.pages.trailing:
+            return True
+        columns = {offer.anchor, offer.pages.column}
+        return any(self._known(offer.namespace, column, [parent])[0] for column in columns)
+
+    def _stage_missing(self, offer: Offer, answer: Bools) -> str:
+        """Stage what is not there, and answer for it; what became of pages left over."""
+        size, largest = offer.pages.buffers.part_bytes, self._ring.largest
+        if size > largest:
+            return "too_large"
+        longest = min(RUN_PAGES, largest // size) if size else RUN_PAGES
+        deadline = time.monotonic() + self._config.put_deadline
+        for start, end in _stretches(~answer, longest):
+            data = None
+            if size:
+                data = self._ring.take(size * (end - start), deadline - time.monotonic())
+                if data is None:
+                    reason = f"nothing could be written for {self._config.put_deadline:g} s"
+                    self._breaker.failed(reason, at_once=True)
+                    return "no_room"
+            self._stage(offer, slice(start, end), data)
+            answer[start:end] = True
+            telemetry.PUT_PAGES.labels("stored").inc(end - start)
+        return "stored"
+
+    def _stage(self, offer: Offer, which: slice, data: Slice | None) -> None:
+        """Copy pages to `data` (None if they have no bytes), checksum them and queue them.
+
+        A few pages at a time: what was just copied is checksummed out of the processor's cache.
+        """
+        pages, namespace = offer.pages, offer.namespace
+        size, column = pages.buffers.part_bytes, column_id(pages.column)
+        keys = tuple(pages.keys[which])
+        whole, sums = 0, []
+        if data is not None:
+            block = running_checksum(block_seed(namespace, column, b"".join(keys)))
+            step = max(1, _CACHED_BYTES // size)
+            for first in range(0, len(keys), step):
+                chosen = np.arange(first, min(first + step, len(keys)))
+                gather(pages.buffers, which.start + chosen, data.address + first * size)
+                block.update(data.view[first * size : (first + len(chosen)) * size])
+                for number in chosen.tolist():
+                    part = data.view[number * size : (number + 1) * size]
+                    sums.append(checksum(part, part_seed(namespace, column, keys[number])))
+            whole = block.intdigest()
+        parent = pages.keys[which.start - 1] if which.start else offer.link.parent
+        self._committer.submit(
+            Staged(
+                namespace=namespace,
+                column=pages.column,
+                keys=keys,
+                link=Link(parent, offer.link.ordinal + which.start),
+                trailing=pages.trailing,
+                part_bytes=size,
+                data=data,
+                checksum=whole,
+                part_checksums=np.array(sums, np.uint64),
+                anchor=offer.anchor if pages.column == offer.anchor else None,
+            )
+        )
+
+
+def _stretches(missing: Bools, longest: int) -> list[tuple[int, int]]:
+    """(start, end) of stretches of missing pages, cut at multiples of `longest`, so that pools put
+    one after the other are cut alike."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], missing, [False])).astype(np.int8)))
+    stretches: list[tuple[int, int]] = []
+    for start, end in edges.reshape(-1, 2).tolist():
+        cuts = [start, *range((start // longest + 1) * longest, end, longest), end]
+        stretches += itertools.pairwise(cuts)
+    return stretches
