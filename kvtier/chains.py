@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.catalog import StoredRun, page_prints
+from kvtier.entries import Ints
 from kvtier.index import Index
 from kvtier.pages import KEY_BYTES, ROOT, Bools
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvtier.backends.local import SegmentWriter, disk_usage
-from kvtier.chains import Chains, Ints, chains
+from kvtier.chains import Chains, chains
+from kvtier.entries import Ints
 from kvtier.format import FrameType, Grave, encode_tombstone, new_id
 from kvtier.index import Index
 from kvtier.layout import Layout
