@@ -99,8 +99,10 @@ class Layout:
 
         It ends with the process that holds it, also after kill -9.
         """
-        fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self.path / LOCK, flags, 0o600)
         try:
+            self.adopt(self.path / LOCK)
             fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             yield
         finally:

@@ -98,7 +98,7 @@ class _Task:
 
 _Flight = tuple[_Extent, "Future[tuple[Arena, int, list[Bools]]]"]
 _Held = tuple[_Extent, Arena, int, list[Bools]]
-"""What was read: where to, the file offset of its first byte, which parts of the spans are right."""
+"""What was read: where to, the file offset of its first byte, which parts of each span are good."""
 
 
 class Reader:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from making import KV, contents, copies, get, keys, opened, put, settings
@@ -16,6 +18,7 @@ from kvtier import snapshot as snapshots
 from kvtier.backends import local
 from kvtier.entries import Entries
 from kvtier.format import column_id
+from kvtier.layout import Layout
 from kvtier.pages import U64, Link
 from kvtier.snapshot import Snapshot
 from kvtier.store import Store
@@ -227,3 +230,29 @@ def test_later_pages_do_not_land_before_earlier_ones(
 
         monkeypatch.setattr(reader, "read_extent", bad)
         assert get(namespace, chain, SIZE) == [*parts[:2], *[None] * 4]
+
+
+def test_the_lock_belongs_to_the_stores_owner_and_is_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A root shell that makes it must not lock the server out, nor be led elsewhere."""
+    layout = Layout.open(tmp_path / "kvtier", create=True)
+    real, given = os.stat, []
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "chown", lambda path, *owner, **more: given.append((path, *owner)))
+
+    def owned(path: Any, **more: Any) -> os.stat_result:
+        found = real(path, **more)
+        values = list(found)
+        values[4:6] = 1234, 1235
+        return os.stat_result(values) if str(path) == str(layout.path) else found
+
+    monkeypatch.setattr(os, "stat", owned)
+    with layout.lock():
+        assert given == [(layout.path / "lock", 1234, 1235)]
+    monkeypatch.undo()
+    (layout.path / "lock").unlink()
+    (layout.path / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError), layout.lock():
+        pass
+    assert not (tmp_path / "elsewhere").exists()
