@@ -126,11 +126,14 @@ class Config:
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
             object.__setattr__(self, name, _checked(name, setting, getattr(self, name)))
-        for larger in ("segment_size", "staging_size"):
-            if self.commit_size > getattr(self, larger):
+        # Twice: a slice is up to a quarter of staging, and as much may be skipped at its end. With
+        # less, staging could be full before a commit is due.
+        for larger, times in (("segment_size", 1), ("staging_size", 2)):
+            if times * self.commit_size > getattr(self, larger):
                 raise ConfigError(
                     f"commit_size is {exact_size(self.commit_size)} and {larger} is only "
-                    f"{exact_size(getattr(self, larger))}: raise {larger} or lower commit_size."
+                    f"{exact_size(getattr(self, larger))}: raise {larger}"
+                    f"{' to twice that' if times == 2 else ''} or lower commit_size."
                 )
 
     @classmethod

@@ -17,9 +17,10 @@ from kvtier import reader
 from kvtier import snapshot as snapshots
 from kvtier.backends import local
 from kvtier.entries import Entries
+from kvtier.errors import ConfigError
 from kvtier.format import column_id
 from kvtier.layout import Layout
-from kvtier.pages import U64, Link
+from kvtier.pages import ROOT, U64, Link
 from kvtier.snapshot import Snapshot
 from kvtier.store import Store
 
@@ -256,3 +257,17 @@ def test_the_lock_belongs_to_the_stores_owner_and_is_no_link(
     with pytest.raises(OSError), layout.lock():
         pass
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_staging_is_never_full_before_a_commit_is_due(tmp_path: Path) -> None:
+    """Or puts would wait for nothing, and the drive be blamed."""
+    with pytest.raises(ConfigError, match="raise staging_size to twice that"):
+        settings(tmp_path, commit_size=1 << 20, staging_size=(2 << 20) - 4096)
+    sizes = {"commit_size": 1 << 20, "staging_size": 2 << 20}
+    with opened(tmp_path, commit_interval=60.0, put_deadline=5.0, **sizes) as (store, namespace):
+        chain = keys("chain", 120)
+        for start in range(0, 120, 5):
+            some = chain[start : start + 5]
+            link = Link(chain[start - 1], start) if start else Link(ROOT, 0)
+            assert put(namespace, some, contents(some, SIZE), link=link).all()
+        assert not store.writes.open
