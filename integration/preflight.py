@@ -12,7 +12,7 @@ from kvtier.config import Config
 from kvtier.errors import ConfigError, KvtierError, UnreachableError
 from kvtier.integration import plugin
 from kvtier.layout import Layout
-from kvtier.place import default_root, store_path
+from kvtier.place import find_store
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def check_store(config: Config) -> None:
     One that can't be reached costs only the tier: the ranks say so when they open it.
     """
     try:
-        Layout.open(store_path(config.root or default_root(os.environ)), create=True)
+        Layout.open(find_store(config.root), create=True)
     except UnreachableError:
         pass  # the server starts without the tier, and says so where the pool is made
 

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvtier.boundaries import restorable, run_length
+from kvtier.complaints import Complaints
 from kvtier.config import Config
 from kvtier.errors import ConfigError, KvtierError, StoreError, UnreachableError
 from kvtier.identity import Identity, Weights
@@ -39,9 +40,6 @@ from kvtier.sizes import format_size
 from kvtier.store import Namespace, Store
 
 log = logging.getLogger(__name__)
-
-COMPLAINT_INTERVAL = 60.0
-"""Seconds between two log lines about the same kind of fault."""
 
 KV = PoolName.KV.value
 
@@ -71,26 +69,6 @@ def weights_replaced() -> None:
             "kvtier stores and restores nothing from now on, since the weights are being replaced "
             "at run time: restart the server to use it again."
         )
-
-
-class Complaints:
-    """Log lines about faults, one per kind and interval, with how often it happened meanwhile."""
-
-    def __init__(self, interval: float = COMPLAINT_INTERVAL) -> None:
-        self._interval = interval
-        self._lock = threading.Lock()
-        self._last: dict[str, float] = {}
-        self._kept: defaultdict[str, int] = defaultdict(int)
-
-    def add(self, kind: str, text: str) -> None:
-        now = time.monotonic()
-        with self._lock:
-            if now - self._last.get(kind, -self._interval) < self._interval:
-                self._kept[kind] += 1
-                return
-            self._last[kind] = now
-            kept = self._kept.pop(kind, 0)
-        log.error("kvtier: %s%s", text, f" ({kept} more like it)" if kept else "")
 
 
 class Traffic:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvtier import telemetry
 from kvtier.backends.local import WRITE_BYTES, SegmentWriter
 from kvtier.breaker import Breaker
+from kvtier.complaints import Complaints
 from kvtier.config import Config
 from kvtier.format import (
     Block,
@@ -92,7 +93,7 @@ class Committer:
         self._hurry = False
         self._busy = False
         self._closing = False
-        self._last_complaint = -60.0
+        self._complaints = Complaints()
         self.failures = 0
         """Batches, or parts of them, that could not be made durable."""
         self.last_error = ""
@@ -367,15 +368,11 @@ class Committer:
         self.last_error = error.strerror or str(error)
         self._breaker.failed(self.last_error)
         telemetry.PUT_PAGES.labels("failed").inc(pages)
-        if time.monotonic() - self._last_complaint > 10:
-            self._last_complaint = time.monotonic()
-            logger.error(
-                "kvtier: cannot write to %s (%s): %d pages were not stored; what was stored "
-                "before is untouched",
-                self._layout.path,
-                error.strerror or error,
-                pages,
-            )
+        self._complaints.add(
+            "write",
+            f"cannot write to {self._layout.path} ({self.last_error}): {pages} pages were not "
+            "stored; what was stored before is untouched",
+        )
 
 
 def _runs(pieces: Sequence[tuple[Staged, int]]) -> list[Run]:

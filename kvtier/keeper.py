@@ -3,7 +3,6 @@ space back, log what was used, say how it is. One thread."""
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -12,13 +11,12 @@ from collections.abc import Callable
 from kvtier import telemetry
 from kvtier.breaker import Breaker
 from kvtier.committer import Committer
+from kvtier.complaints import Complaints
 from kvtier.format import FrameType, encode_recency
 from kvtier.index import Index
 from kvtier.layout import Layout
 from kvtier.space import reclaim
 from kvtier.status import StatusFile
-
-logger = logging.getLogger("kvtier")
 
 ROUND_SECONDS = 1.0
 """It looks for what other processes have committed at least this often."""
@@ -31,8 +29,6 @@ RECENCY_SECONDS = 30.0
 SAVE_PAUSE_SECONDS = 60.0
 """A snapshot that could not be saved is tried again after this time: on a full disk every attempt
 takes what room there is, and holds up all commits."""
-
-_COMPLAINT_SECONDS = 10.0
 
 
 class Keeper:
@@ -56,7 +52,7 @@ class Keeper:
         self._used: dict[bytes, dict[bytes, int]] = {}
         self._reclaim_at = math.inf
         self._save_at = 0.0
-        self._last_complaint = -60.0
+        self._complaints = Complaints()
         self._recoveries = 0
         self._rounds = 0
         self._round_done = threading.Condition()
@@ -106,10 +102,11 @@ class Keeper:
             try:
                 self._round()
             except OSError as error:
-                self._complain(f"cannot read or save the index of {self._layout.path}: {error}")
+                text = f"cannot read or save the index of {self._layout.path}: {error}"
+                self._complaints.add("index", text)
                 time.sleep(ROUND_SECONDS)
             except Exception as error:  # the thread must outlive any fault: lookups wait for it
-                self._complain("upkeep failed in an unexpected way", error)
+                self._complaints.add("upkeep", "upkeep failed in an unexpected way", error)
                 time.sleep(ROUND_SECONDS)
             with self._round_done:
                 self._rounds += 1
@@ -132,11 +129,6 @@ class Keeper:
             self._save_at = time.monotonic() + SAVE_PAUSE_SECONDS
             self._index.save()
             self._save_at = 0.0
-
-    def _complain(self, text: str, error: Exception | None = None) -> None:
-        if time.monotonic() - self._last_complaint > _COMPLAINT_SECONDS:
-            self._last_complaint = time.monotonic()
-            logger.warning("kvtier: %s", text, exc_info=error)
 
     def _tell(self) -> None:
         pages, waited = self._committer.window()

@@ -26,6 +26,11 @@ def default_root(environ: Mapping[str, str]) -> Path:
     return Path(cache) if cache else Path.home() / ".cache"
 
 
+def find_store(root: Path | None) -> Path:
+    """The store directory that a person's `root` names, or the usual place without one."""
+    return store_path(root or default_root(os.environ))
+
+
 def store_path(root: Path) -> Path:
     """The store directory that `root` names: `root` itself if it is a store or called kvtier,
     else `kvtier` in it."""

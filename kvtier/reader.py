@@ -3,7 +3,6 @@ verified there, and only then copied to where they were asked for."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,14 +18,13 @@ from kvtier.backends.local import read_extent
 from kvtier.boundaries import run_length
 from kvtier.breaker import Breaker
 from kvtier.catalog import Located
+from kvtier.complaints import Complaints
 from kvtier.config import Config
 from kvtier.format import ALIGNMENT, Block, Grave, align, block_seed, checksum, column_id, part_seed
 from kvtier.index import Index
 from kvtier.layout import Layout
 from kvtier.memory import Arena, BufferPool, scatter
 from kvtier.pages import KEY_BYTES, Bools, PoolPages
-
-logger = logging.getLogger("kvtier")
 
 EXTENT_BYTES = 16 << 20
 """Neighbouring parts are read together up to this size."""
@@ -111,7 +109,7 @@ class Reader:
         self._breaker = breaker
         self._buffers = BufferPool(config.staging_size)
         self._threads = ThreadPoolExecutor(config.read_threads, "kvtier-read")
-        self._last_complaint = -60.0
+        self._complaints = Complaints()
 
     def close(self) -> None:
         """Let the threads go; a read that hangs is not waited for."""
@@ -289,9 +287,7 @@ class Reader:
                 self._index.discard(grave)
         if not isinstance(error, FileNotFoundError):
             self._breaker.failed(error.strerror or str(error))
-        if time.monotonic() - self._last_complaint > 10:
-            self._last_complaint = time.monotonic()
-            logger.error("kvtier: cannot read %s (%s): counted as a miss", extent.segment, error)
+        self._complaints.add("read", f"cannot read {extent.segment} ({error}): counted as a miss")
 
     def _give_up(self, task: _Task, extent: _Extent, outcome: str) -> None:
         for span in extent.spans:

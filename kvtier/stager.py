@@ -74,6 +74,9 @@ class Stager:
         pages are refused as well.
         """
         keys = list(offer.pages.keys)
+        if self._index.rung():
+            # What others have deleted or stored meanwhile should count here.
+            self._keeper.catch_up()
         with self._putting:
             answer = self._known(offer.namespace, offer.pages.column, keys)
             if answer.any():

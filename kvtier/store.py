@@ -28,7 +28,7 @@ from kvtier.keeper import Keeper
 from kvtier.layout import Layout
 from kvtier.memory import Ring
 from kvtier.pages import ROOT, Bools, Column, Link, PageBuffers, PoolPages
-from kvtier.place import default_root, store_path
+from kvtier.place import find_store
 from kvtier.reader import Reader
 from kvtier.stager import Offer, Stager
 
@@ -72,7 +72,7 @@ class Store:
 
         StoreError, with what to do, if that is not possible; nothing is changed then.
         """
-        layout = Layout.open(store_path(config.root or default_root(os.environ)), create=True)
+        layout = Layout.open(find_store(config.root), create=True)
         try:
             return cls(layout, config)
         except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kvtier import place
 from kvtier.layout import Layout
-from kvtier.place import default_root, store_path
 
 Root = Annotated[
     Path | None,
@@ -30,7 +29,7 @@ progress = Console(stderr=True)
 
 def find_store(root: Path | None) -> Layout:
     """The store that `root`, or the default place, names; StoreError if there is none."""
-    return Layout.open(store_path(root or default_root(os.environ)), create=False)
+    return Layout.open(place.find_store(root), create=False)
 
 
 def age(time_ns: int) -> str:
