@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvtier.errors import KvtierError
+from kvtier.integration.patches import replay_boundary
 
 BACKEND = "kvtier"
 """The name that --hicache-storage-backend gets."""
@@ -190,6 +191,12 @@ HOOKS = (
         ("self", "storage_backend", "host_pools"),
     ),
     Hook(f"{_HYBRID}.should_backup", HookType.AFTER, _back_up_shards, ("self", "transfer")),
+    Hook(
+        replay_boundary.TARGET,
+        HookType.AROUND,
+        replay_boundary.end_prefetch_where_matching_ends,
+        ("self", "request", "last_host_node_id", "new_input_tokens"),
+    ),
     Hook(
         f"{_ATTACHMENT}.apply_runtime_config",
         HookType.AROUND,

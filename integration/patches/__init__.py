@@ -1,0 +1,1 @@
+"""Hooks that mend what SGLang does with any tier below it: one file each, dated by its version."""
