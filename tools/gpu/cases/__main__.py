@@ -3,7 +3,8 @@
     python3 -m cases PLAN... --cards 0,1 --out FOLDER [--work FOLDER] [--limit SECONDS]
 
 All servers of the given plans start side by side, are measured one after the other, are killed
-with -9, start again on their stores, and are measured again.
+with -9, start again on their stores, and are measured again. What is done is written at once, so
+a call that is cut off loses only what was under way.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,9 @@ class Run:
         self.began = time.monotonic()
         engine = options.engine.split() if options.engine is not None else ENGINE
         self.results: dict[str, Result] = {case.name: {} for case in cases}
-        servers = [Server(case, options.work / case.name, engine) for case in cases]
+        servers = [
+            Server(case, options.work / case.name, engine, options.patience) for case in cases
+        ]
         self.restarts = [Restart(server, self.results[server.case.name]) for server in servers]
 
     def run(self) -> None:
@@ -40,8 +44,11 @@ class Run:
             self.start_all()
             self.each("fill", lambda restart: restart.fill())
             self.each("stream", lambda r: self.stream(r, restarted=False))
-            self.kill_all()
-            self.start_all(again=True)
+            if self.options.flush:
+                self.each("flush", lambda r: r.server.flush())
+            else:
+                self.kill_all()
+                self.start_all(again=True)
             self.each("restore", lambda restart: restart.restore())
             self.each("stream", lambda r: self.stream(r, restarted=True))
         finally:
@@ -62,10 +69,13 @@ class Run:
         started = [r for r in self.alive() if r.lengths or not again]
         for restart in started:
             restart.server.launch()
-        for restart in started:
-            self.guard(restart, "start", lambda r: r.server.wait(self.options.start_timeout))
-            restart.result.setdefault("start_s", []).append(round(restart.server.start_seconds, 1))
+        with ThreadPoolExecutor(len(started) or 1) as pool:
+            list(pool.map(self.wait, started))
         self.save()
+
+    def wait(self, restart: Restart) -> None:
+        self.guard(restart, "start", lambda r: r.server.wait(self.options.start_timeout))
+        restart.result.setdefault("start_s", []).append(round(restart.server.start_seconds, 1))
 
     def kill_all(self) -> None:
         for restart in self.restarts:
@@ -137,6 +147,9 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("work"), help="stores and logs")
     parser.add_argument("--limit", type=float, default=540, help="begin nothing after so long (s)")
     parser.add_argument("--start-timeout", type=float, default=240)
+    parser.add_argument("--patience", type=float, default=180, help="for one answer (s)")
+    parser.add_argument("--flush", action="store_true",
+                        help="empty the caches instead of a restart: half the time")  # fmt: skip
     parser.add_argument("--engine", help="SGLang's options instead of those for GPUs")
     options = parser.parse_args()
     cards = tuple(int(card) for card in options.cards.split(","))

@@ -101,6 +101,8 @@ class Restart:
 
     def restore(self) -> None:
         server = self.server
+        if not self.lengths:
+            return
         warm_up(server, "second warm-up")
         for length in self.lengths:
             row = self.result["prompts"][length]
@@ -165,11 +167,11 @@ def stream_beside_restore(server: Server) -> Result:
 
 
 def gaps(arrivals: Sequence[float], start: float, end: float) -> Result:
-    """Milliseconds between tokens, of the gaps that overlap a window."""
+    """Milliseconds between tokens, of the gaps that begin in a window."""
     found = sorted(
         (later - earlier) * 1e3
         for earlier, later in itertools.pairwise(arrivals)
-        if later > start and earlier < end
+        if start <= earlier < end
     )
     if not found:
         return {"tokens": 0}

@@ -11,11 +11,12 @@ from typing import Any
 MODELS = Path(__file__).parents[1] / "models"
 
 ENGINE = (
-    "--sampling-backend pytorch --grammar-backend none --chunked-prefill-size 8192 "
-    "--cuda-graph-backend-prefill disabled --cuda-graph-max-bs-decode 4 "
+    *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
+    *("--chunked-prefill-size", "8192", "--cuda-graph-backend-prefill", "disabled"),
+    *("--cuda-graph-max-bs-decode", "4"),
     # Multicast between cards is not allowed on every host.
-    "--disable-custom-all-reduce --enforce-disable-flashinfer-allreduce-fusion"
-).split()
+    *("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"),
+)
 """Of every server on a GPU; decode runs in CUDA graphs and with overlap scheduling."""
 
 
@@ -49,7 +50,11 @@ REMAINDERS = (1, 127, 128, 200)
 
 DENSE = ("--page-size", "64", "--max-total-tokens", "131072")
 SWA = (*DENSE, "--attention-backend", "triton", "--moe-runner-backend", "triton")
-V4 = ("--max-total-tokens", "65536", "--moe-runner-backend", "triton", "--page-size", "256")
+V4 = (
+    *("--max-total-tokens", "65536", "--moe-runner-backend", "triton", "--page-size", "256"),
+    # Compiling the decode kernels takes minutes the first time, with graphs before the start.
+    *("--cuda-graph-backend-decode", "disabled"),
+)
 FP8_EXPERTS = {"SGLANG_DSV4_FP4_EXPERTS": "0"}
 
 

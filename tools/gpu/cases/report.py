@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+TIMES = ("cold", "device", "restored", "restored_again")
+
 
 def table(results: dict[str, Any]) -> str:
     lines = ["case | tokens | cold s | device s | restored s | again s | from store | "
@@ -11,31 +13,29 @@ def table(results: dict[str, Any]) -> str:
     for name, result in results.items():
         control = result.get("control", {}).get("logprob")
         for length, row in result.get("prompts", {}).items():
-            lines.append(
-                " | ".join(
-                    [
-                        name,
-                        str(length),
-                        *(seconds(row.get(key)) for key in
-                          ("cold", "device", "restored", "restored_again")),
-                        str(row.get("restored", {}).get("cached")),
-                        f"{change(row, 'restored_to_device')}, {change(row, 'restored_to_cold')}",
-                        "" if control is None else f"{control:.4f}",
-                    ]
-                )  # fmt: skip
-            )
+            cells = [
+                name,
+                str(length),
+                *(seconds(row.get(key)) for key in TIMES),
+                str(row.get("restored", {}).get("cached")),
+                f"{change(row, 'restored_to_device')}, {change(row, 'restored_to_cold')}",
+                "" if control is None else f"{control:.4f}",
+            ]
+            lines.append(" | ".join(cells))
             if "next_turn" in row:
                 lines.append(f"    next turn: cached {row['next_turn']['cached']}")
-        if "stored" in result:
-            lines.append(f"    stored {result['stored']}, starts {result.get('start_s')}")
-        if "stream" in result:
-            lines += [f"    stream {key}: {value}" for key, value in result["stream"].items()]
-        for report in result.get("pages", ()):
-            lines.append(f"    pages {report}")
-        for key in ("left_out", "error"):
-            if key in result:
-                lines.append(f"{name} {key}: {result[key]}")
+        lines += notes(name, result)
     return "\n".join(lines)
+
+
+def notes(name: str, result: dict[str, Any]) -> list[str]:
+    lines = []
+    if "stored" in result:
+        lines.append(f"    stored {result['stored']}, starts {result.get('start_s')}")
+    lines += [f"    stream {key}: {value}" for key, value in result.get("stream", {}).items()]
+    lines += [f"    pages {report}" for report in result.get("pages", ())]
+    lines += [f"{name} {key}: {result[key]}" for key in ("left_out", "error") if key in result]
+    return lines
 
 
 def seconds(answer: dict[str, Any] | None) -> str:

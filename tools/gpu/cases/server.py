@@ -24,7 +24,6 @@ import psutil
 
 from cases.plan import Case
 
-ANSWER_TIMEOUT = 300.0
 OUTPUT_TOKENS = 16
 
 LOOPBACK = "127.0.0.1"
@@ -57,12 +56,14 @@ class Answer:
 
 
 class Server:
-    """`folder` holds the store and the logs, and outlives the server."""
+    """`folder` holds the store and the logs, and outlives the server. `engine` are SGLang's options
+    for all servers; `patience` is how many seconds an answer may take."""
 
-    def __init__(self, case: Case, folder: Path, platform: Sequence[str]) -> None:
+    def __init__(self, case: Case, folder: Path, engine: Sequence[str], patience: float) -> None:
         self.case = case
         self.folder = folder
-        self.platform = list(platform)
+        self.engine = list(engine)
+        self.patience = patience
         self.store = folder / "store"
         self.log = folder / "server.log"
         self.port = 0
@@ -99,7 +100,7 @@ class Server:
         if case.tier is not None:
             switches.append("--enable-hierarchical-cache")
         pairs = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-        return [sys.executable, "-m", "sglang.launch_server", *pairs, *switches, *self.platform,
+        return [sys.executable, "-m", "sglang.launch_server", *pairs, *switches, *self.engine,
                 *case.arguments]  # fmt: skip
 
     def launch(self) -> None:
@@ -130,15 +131,15 @@ class Server:
 
     def wait(self, timeout: float) -> None:
         """Wait until the server answers, `timeout` seconds from its launch at most."""
-        while time.monotonic() - self._began < timeout:
-            if not self.running:
-                raise ServerError(f"ended while starting: {self.error()}")
+        while self.running:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 self._open("GET", "/health", timeout=5).close()
                 self.start_seconds = time.monotonic() - self._began
                 return
+            if time.monotonic() - self._began > timeout:
+                raise ServerError(f"not ready after {timeout:.0f} s: {self.error()}")
             time.sleep(0.25)
-        raise ServerError(f"not ready after {timeout:.0f} s: {self.error()}")
+        raise ServerError(f"ended while starting: {self.error()}")
 
     @property
     def running(self) -> bool:
@@ -162,9 +163,11 @@ class Server:
     def error(self) -> str:
         """The most telling lines of the log."""
         lines = self.log.read_text(errors="replace").splitlines()
-        telling = re.compile(r"^([\w.]*(Error|Exception)\b|kvtier: |.*(assert| error: |Killed))")
+        telling = re.compile(r"^([\w.]*(Error|Exception)\b|kvtier: |\s*assert |.* error: )")
         found = [line.strip() for line in lines if telling.search(line)]
-        found = [line for line in found if "requests." not in line and "urllib3." not in line]
+        # Every server without a warm-up logs that it could not reach itself for /freeze_gc.
+        noise = ("requests.", "urllib3.", "ConnectionRefusedError")
+        found = [line for line in found if not line.startswith(noise)]
         return " | ".join(dict.fromkeys(found[-4:])) or " | ".join(lines[-4:])
 
     # Calls
@@ -226,7 +229,7 @@ class Server:
         return [json.loads(report.read_text()) for report in reports]
 
     def _open(
-        self, method: str, path: str, body: object = None, timeout: float = ANSWER_TIMEOUT
+        self, method: str, path: str, body: object = None, timeout: float | None = None
     ) -> http.client.HTTPResponse:
         request = urllib.request.Request(
             f"http://{LOOPBACK}:{self.port}{path}",
@@ -234,4 +237,4 @@ class Server:
             data=None if body is None else json.dumps(body).encode(),
             headers={"content-type": "application/json"},
         )
-        return urllib.request.urlopen(request, timeout=timeout)
+        return urllib.request.urlopen(request, timeout=timeout or self.patience)

@@ -21,37 +21,10 @@ from pathlib import Path
 FROM = Path(sysconfig.get_paths()["purelib"])
 FATBIN = Path(__file__).with_name("fatbin.py")
 
-DISTRIBUTIONS = """
-    sglang sglang-kernel sgl-flash-mla sgl-deep-gemm sgl-deep-ep flashinfer-python tilelang
-    torch torchvision torch-memory-saver torch-c-dlpack-ext triton transformers compressed-tensors
-    apache-tvm-ffi z3-solver cuda-tile cuda-python nvidia-cudnn-frontend quack-kernels
-    xgrammar llguidance outlines outlines-core interegular lark diskcache partial-json-parser
-    fastapi starlette uvicorn pydantic pydantic-core pydantic-extra-types annotated-types
-    typing-inspection python-multipart orjson msgspec pyzmq pybase64 watchfiles setproctitle
-    openai openai-harmony anthropic mistral-common gguf distro sniffio jiter docstring-parser
-    opentelemetry-api httpx2 httpcore2 truststore
-    smg-grpc-proto smg-grpc-servicer grpcio-reflection grpcio-health-checking
-    ipython ipython-pygments-lexers traitlets matplotlib-inline executing asttokens stack-data
-    pure-eval wcwidth prompt-toolkit jedi parso pexpect ptyprocess decorator
-    jsonschema jsonschema-specifications referencing rpds-py
-    kernels kernels-data tomlkit multiprocess dill cloudpickle zstandard cffi pycparser
-    airportsdata pycountry blobfile timm soundfile torchcodec loguru easydict py-spy nvidia-ml-py
-""".split()
+DISTRIBUTIONS = Path(__file__).with_name("packages.txt").read_text().split()
+"""What is taken along; the machine has everything else."""
 
-LEFT_OUT = (
-    "torch/include/ torch/bin/protoc torch/bin/test torch/test/ torch/share/ torchgen/packaged torchcodec "
-    "triton/backends/nvidia/lib/cupti triton/backends/nvidia/bin/ptxas-blackwell "
-    "triton/backends/nvidia/bin/nvdisasm triton/backends/amd/lib triton/backends/amd/include "
-    "triton/_C/libproton triton/FileCheck triton/instrumentation triton/plugins/ "
-    "flashinfer/data/ flashinfer/fused_moe/backends/cudnn_frost/artifacts "
-    "sglang/multimodal_gen/ sglang/test/ sglang/benchmark/ sglang/srt/rust_extensions/_bench "
-    "sgl_kernel/sm100 sgl_kernel/infllm_ops deep_ep/ "
-    "tilelang/3rdparty/composable_kernel tilelang/3rdparty/tvm/src tilelang/3rdparty/cutlass/tools "
-    "z3/lib/libz3.so. torch_memory_saver_hook_mode_preload_cu12 "
-    "torch_memory_saver_hook_mode_torch_cu12 torchvision.libs/libnvjpeg cudnn/_compiled "
-    "mistral_common/data airportsdata/airports pycountry/locales timm/data/_info "
-    "jedi/third_party zstandard/_cffi build_backend include/ tests/ test/ ../"
-).split()
+LEFT_OUT = tuple(Path(__file__).with_name("left_out.txt").read_text().split())
 """Beginnings of paths: other cards' tools, build inputs, tests, data of other uses."""
 
 FLASH_ATTENTION = "^(?!flash_fwd_hdim)|^flash_fwd_hdim(64|128)_bf16(?!.*softcap)"
@@ -87,7 +60,7 @@ KERNEL_SOURCES_LEFT_OUT = ("cake_", "blackwell", "alphamoe", "kda", "fused_moe",
 
 def is_taken(path: str) -> bool:
     return not (
-        path.startswith(tuple(LEFT_OUT))
+        path.startswith(LEFT_OUT)
         or path.endswith(".pyi")
         or "__pycache__" in path
         or "/licenses/" in path

@@ -20,9 +20,8 @@ def fill(model: torch.nn.Module, *_: Any, **__: Any) -> None:
     for name, parameter in model.state_dict().items():
         if not torch.is_floating_point(parameter):
             continue
-        if name.endswith(("weight_scale_inv", "weight_scale_2")):
-            parameter.fill_(1.0)
-        elif parameter.dim() <= 1 and "norm" in name:
+        last = name.rpartition(".")[2]
+        if "weight_scale" in last or (parameter.dim() <= 1 and ("norm" in name or "scale" in last)):
             parameter.fill_(1.0)
         else:
             width = WIDTH if parameter.dim() > 1 else 1e-3
