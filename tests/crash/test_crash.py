@@ -27,3 +27,18 @@ def test_bit_rot() -> None:
     files, mutations = results("rot", 20, seed=1)
     assert files["figures"]["parts found exact"] > 1000
     assert mutations["runs"] == 20_000 and mutations["figures"]["decoded"]
+
+
+def test_faults_of_file_calls() -> None:
+    [found] = results("faults", 1, seed=1)
+    assert found["runs"] >= 35
+
+
+def test_faults_below_a_store() -> None:
+    systems, drives, syncs, memory = results("drives", 1, seed=1)
+    assert min(found["runs"] for found in (systems, drives, syncs)) >= 3
+    assert memory["runs"] or "not run" in memory["figures"]
+
+
+def test_late_reads() -> None:
+    results("late", 1, seed=1)

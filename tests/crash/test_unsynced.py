@@ -30,7 +30,7 @@ class SlowSync:
         monkeypatch.setattr(os, "fdatasync", self)
 
     def __call__(self, fd: int) -> None:
-        if os.readlink(f"/proc/self/fd/{fd}").endswith(".kvm"):
+        if Path(f"/proc/self/fd/{fd}").readlink().suffix == ".kvm":
             self.waiting.set()
             self.go_on.wait(60)
             if self.error is not None:
@@ -44,9 +44,7 @@ def test_a_manifest_that_is_being_synced_is_not_believed(
 ) -> None:
     slow = SlowSync(monkeypatch)
     with_pages, other = (Store.open(settings(tmp_path)) for _ in range(2))
-    pages, seen_by_other = (
-        store.namespace(IDENTITY, COLUMN) for store in (with_pages, other)
-    )
+    pages, seen_by_other = (store.namespace(IDENTITY, COLUMN) for store in (with_pages, other))
     assert put(pages, 0, KV, KEYS, Link(ROOT, 0))
     assert slow.waiting.wait(60)
     for store, namespace in ((with_pages, pages), (other, seen_by_other)):
@@ -97,7 +95,8 @@ def killed(fd):
     sync(fd)
 os.fdatasync = killed
 store = Store.open(settings(Path(sys.argv[1])))
-put(store.namespace(IDENTITY, KV.column(0)), 0, KV, [bytes([n]) * 32 for n in range(3)], Link(ROOT, 0))
+pages = store.namespace(IDENTITY, KV.column(0))
+put(pages, 0, KV, [bytes([number]) * 32 for number in range(3)], Link(ROOT, 0))
 store.flush(60)
 """
 
@@ -112,7 +111,7 @@ def test_what_a_killed_writer_did_not_sync_is_synced_by_who_reads_it(
 
     def noted(fd: int) -> None:
         sync(fd)
-        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        synced.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
 
     monkeypatch.setattr(os, "fdatasync", noted)
     store = Store.open(settings(tmp_path))

@@ -10,6 +10,7 @@ import importlib
 import json
 import platform
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -19,11 +20,12 @@ from powercut.filesystem import LabError
 
 TECHNIQUES = {
     # name: (runs in the short form, runs in the long form), each for every kind of its own
-    "cuts": (25, 600),
-    "replay": (16, 300),
+    "cuts": (25, 500),
+    "replay": (16, 500),
     "kills": (10, 300),
     "rot": (20, 1000),
-    "faults": (1, 10),
+    "faults": (1, 3),
+    "drives": (1, 5),
     "late": (1, 20),
     "server": (0, 1),
 }
@@ -79,6 +81,7 @@ def table(lines: list[dict]) -> str:
 
 def _one(name: str, runs: int, seed: int) -> int:
     """Run one technique in this process and print its results as JSON lines."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unmount and remove, then end
     try:
         results = importlib.import_module(f"powercut.{name}").run(runs, seed)
     except LabError as error:
@@ -99,7 +102,7 @@ def _show(found: dict) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m powercut", description=__doc__)
-    parser.add_argument("techniques", nargs="*", choices=[*TECHNIQUES, []], help="all by default")
+    parser.add_argument("techniques", nargs="*", help=f"of {', '.join(TECHNIQUES)}; all by default")
     parser.add_argument("--form", choices=("short", "long"), default="short")
     parser.add_argument("--runs", type=int, default=0, help="instead of the form's number")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))

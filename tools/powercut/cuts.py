@@ -85,9 +85,7 @@ def _life(system: FileSystem, cuts: int, seed: str, result: Result) -> None:
     result.count("parts acknowledged", oracle.acknowledged)
 
 
-def _writer(
-    config: Config, oracle: Oracle, seed: int
-) -> Callable[[tuple[str, ...]], Child]:
+def _writer(config: Config, oracle: Oracle, seed: int) -> Callable[[tuple[str, ...]], Child]:
     """Starts processes that write the same pages with these settings."""
     return lambda duties: Child(
         lambda send: write(config, oracle, send, random.Random(seed), duties=duties)

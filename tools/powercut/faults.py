@@ -1,4 +1,4 @@
-"""Bad drives, full disks, missing rights, hanging calls: each while a store serves.
+"""File calls that fail, come short or never return, and what else may happen to a serving store.
 
 Each scenario: pages are stored; the fault comes; puts, lookups and gets go on, raise nothing, and
 end within their deadlines; no page is wrong; the fault is logged; it goes, and the service resumes
@@ -10,161 +10,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import logging
 import os
-import random
 import resource
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from kvtier import breaker
-from kvtier.store import Store
 from powercut import shim
-from powercut.filesystem import NOLOGFLUSH, FileSystem, private_mounts, work_folder
-from powercut.process import Child, checked
+from powercut.bench import DEADLINE, Bench, Scenario, play
+from powercut.process import Child
 from powercut.result import Result
 from powercut.shim import BLOCK, CREATE, DELAY, OPEN, READ, RENAME, SHORT, SYNC, WRITE, fault
-from powercut.workload import (
-    IDENTITY,
-    KV,
-    POOLS,
-    Oracle,
-    Send,
-    get,
-    put_family,
-    report,
-    settings,
-    verify,
-)
-
-DEADLINE = 0.5
-"""Read and put deadline of the stores here, in seconds."""
-
-PATIENCE = 30.0
-"""No call may take so long: the deadline, and all that a busy machine may add."""
+from powercut.workload import Send
 
 NOBODY = 65534
 
-
-class Bench:
-    """A store that serves while something is wrong with its drive."""
-
-    def __init__(self, root: Path, send: Send, seed: int, **changes: Any) -> None:
-        self.root, self.send = root, send
-        self.rng = random.Random(seed)
-        self.oracle = Oracle(seed)
-        values: dict[str, Any] = {"read_deadline": DEADLINE, "put_deadline": DEADLINE}
-        self.config = settings(root, **(values | changes))
-        self.wrong: list[str] = []
-        self.log: list[logging.LogRecord] = []
-        handler = logging.Handler()
-        handler.emit = self.log.append  # type: ignore[method-assign]
-        logging.getLogger("kvtier").addHandler(handler)
-        logging.getLogger("kvtier").propagate = False
-        breaker.FIRST_PAUSE = 0.2  # not what is tested here, and there are many scenarios
-        self.open()
-
-    def open(self) -> None:
-        self.store = Store.open(self.config)
-        self.pages = self.store.namespace(IDENTITY, KV.column(0))
-
-    def timed(self, call: Callable[[], Any], what: str) -> Any:
-        """The call's answer; what it raised, and a hang, is a violation."""
-        began = time.monotonic()
-        try:
-            return call()
-        except Exception as error:  # nothing may leave a call: the engine is not at fault
-            self.wrong.append(f"{what} raised {type(error).__name__}: {error}")
-        finally:
-            took = time.monotonic() - began
-            if took > PATIENCE:
-                self.wrong.append(f"{what} took {took:.1f} s")
-
-    def put(self, pages: int = 12) -> int:
-        """Put a new chain; its number."""
-        number = len(self.oracle.chains)
-        plan = {"say": "put", "chain": number, "stem": 0, "fork": 0, "start": 0, "end": pages}
-        self.send(plan)
-        self.oracle.hear(plan)
-        self.timed(lambda: put_family(self.pages, 0, self.oracle, plan), "put")
-        return number
-
-    def look(self, number: int) -> None:
-        """Look a chain up, promise what is shown, and read it."""
-        keys = self.oracle.keys(number)
-
-        def tell(message: dict[str, Any]) -> None:
-            self.send(message)
-            self.oracle.hear(message)
-
-        self.timed(
-            lambda: report(self.store, self.pages, 0, self.oracle, number, tell), "a lookup"
-        )
-        for pool in POOLS:
-            answer = self.timed(functools.partial(get, self.pages, 0, pool, keys), "a get")
-            if answer is not None:
-                self.wrong += answer[1]
-
-    def fill(self) -> None:
-        """Chains that are committed before anything goes wrong."""
-        for _ in range(3):
-            self.put()
-        if not self.store.flush(60):
-            self.wrong.append("nothing was committed before the fault")
-        for number in range(3):
-            self.look(number)
-        self.log.clear()
-
-    def serve(self, rounds: int = 3) -> None:
-        """What an engine does meanwhile."""
-        for _ in range(rounds):
-            number = self.put()
-            self.timed(lambda: self.store.flush(DEADLINE), "a flush")
-            self.look(number)
-            self.look(self.rng.randrange(3))
-
-    def resumed(self) -> None:
-        """The fault has gone: soon a new chain is stored and read, and old ones are there."""
-        deadline = time.monotonic() + 60
-        while True:
-            number = self.put()
-            self.store.flush(5)
-            keys = self.oracle.keys(number)
-            there = all(
-                self.pages.contains(pool.column(0), keys)[-1:].all()
-                and get(self.pages, 0, pool, keys[-1:])[0].all()
-                for pool in POOLS
-            )
-            if there:
-                break
-            if time.monotonic() > deadline:
-                self.wrong.append("the service did not resume within 60 s")
-                break
-            time.sleep(0.1)
-        self.look(number)
-
-    def logged(self, *, most: int = 12) -> None:
-        """The fault was said, in lines a person can read, and not over and over."""
-        lines = [record for record in self.log if record.levelno >= logging.WARNING]
-        if not lines:
-            self.wrong.append("nothing was logged")
-        if len(lines) > most:
-            texts = [record.getMessage() for record in lines]
-            self.wrong.append(f"{len(lines)} lines were logged: {texts[:3]}")
-        for record in lines:
-            if record.exc_info:
-                self.wrong.append(f"a traceback was logged: {record.exc_info[1]!r}")
-
-    def close(self) -> None:
-        self.timed(lambda: self.store.close(10), "close")
-
-
-Scenario = Callable[[Bench], None]
 _SCENARIOS: dict[str, Scenario] = {}
 
 
@@ -174,7 +36,7 @@ def scenario(function: Scenario) -> Scenario:
     return function
 
 
-def _under(bench: Bench, *faults: tuple, quiet: bool = False, **settings_: Any) -> None:
+def _under(bench: Bench, *faults: tuple, quiet: bool = False) -> None:
     """Serve under faults, each (operation, path, keywords of `fault`)."""
     bench.fill()
     with contextlib.ExitStack() as stack:
@@ -349,7 +211,7 @@ def segments_are_removed(bench: Bench) -> None:
 def rights_are_taken(bench: Bench) -> None:
     """As a user without privileges: directories lose all their rights, and get them back."""
     bench.close()
-    os.chmod(bench.root, 0o777)
+    bench.root.chmod(0o777)
     for path in (bench.root / "kvtier").rglob("*"):
         os.chown(path, NOBODY, NOBODY)
     os.chown(bench.root / "kvtier", NOBODY, NOBODY)
@@ -393,157 +255,16 @@ def file_sizes_are_limited(bench: Bench) -> None:
 
 
 def run(runs: int, seed: int) -> list[Result]:
-    """Each scenario `runs` times, those with real file systems included."""
+    """Each scenario `runs` times."""
     if not shim.in_preloaded_process():
         shim.start_again()
-    private_mounts()
-    results = [_scenarios(runs, seed), _real(runs, seed), _lost_sync(runs, seed)]
-    shutil.rmtree(os.environ["POWERCUT_SHIM"], ignore_errors=True)
-    return results
-
-
-def _scenarios(runs: int, seed: int) -> Result:
     result = Result("faults of file calls")
     result.figures["scenarios"] = len(_SCENARIOS)
     for number in range(runs):
-        for name, play in _SCENARIOS.items():
+        for name, scenario_ in _SCENARIOS.items():
             if runs == 1 and "thirty" in name:
                 continue
             with tempfile.TemporaryDirectory(prefix="kvtier-faults-") as folder:
-                _played(play, Path(folder), seed + number, name, result)
-    return result.done()
-
-
-def _played(
-    play: Scenario, root: Path, seed: int, name: str, result: Result, **changes: Any
-) -> Oracle:
-    """Play a scenario in a process of its own, then look from a fresh one."""
-    oracle = Oracle(seed)
-    said: list[dict] = []
-
-    def hear(message: dict) -> None:
-        (said.append if message["say"] == "played" else oracle.hear)(message)
-
-    def work(send: Send) -> None:
-        bench = Bench(root, send, seed, **changes)
-        play(bench)
-        bench.close()
-        send({"say": "played", "wrong": bench.wrong, "lines": len(bench.log)})
-
-    child = Child(work)
-    status = child.wait(hear)
-    result.runs += 1
-    if not said:
-        result.fail(name, [f"the process ended with status {status}: {child.errors}"])
-    else:
-        result.fail(name, said[0]["wrong"])
-    oracle.settled()
-    wrong, parts = checked(lambda: verify(settings(root), oracle))
-    result.fail(f"{name}, afterwards", wrong)
-    result.count("parts found exact", parts)
-    return oracle
-
-
-# Real file systems
-
-
-def _full(bench: Bench) -> None:
-    """The disk is really full, then gets room."""
-    bench.fill()
-    ballast = bench.root / "ballast"
-    with ballast.open("wb") as file, contextlib.suppress(OSError):
-        while True:
-            os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, 1 << 20)
-    with ballast.with_name("crumbs").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
-    bench.serve(6)
-    ballast.unlink()
-    bench.resumed()
-    bench.logged()
-
-
-def _shut_down(bench: Bench) -> None:
-    """The file system goes down below a running server, which stays alive."""
-    bench.fill()
-    import fcntl
-    import struct
-
-    fd = os.open(bench.root, os.O_RDONLY)
-    fcntl.ioctl(fd, 0x8004587D, struct.pack("<I", NOLOGFLUSH))
-    os.close(fd)
-    bench.serve(6)
-    bench.logged()
-
-
-def _real(runs: int, seed: int) -> Result:
-    result = Result("faults of real file systems")
-    for number in range(runs):
-        for kind in ("ext4", "xfs"):
-            for play in (_full, _shut_down):
-                with work_folder() as folder:
-                    system = FileSystem(kind, folder)
-                    try:
-                        _on(system, play, seed + number, result)
-                    finally:
-                        system.close()
-    return result.done()
-
-
-def _on(system: FileSystem, play: Scenario, seed: int, result: Result) -> None:
-    oracle = Oracle(seed)
-    said: list[dict] = []
-
-    def hear(message: dict) -> None:
-        (said.append if message["say"] == "played" else oracle.hear)(message)
-
-    def work(send: Send) -> None:
-        bench = Bench(system.path, send, seed)
-        play(bench)
-        send({"say": "played", "wrong": bench.wrong})
-
-    name = f"{play.__name__.strip('_').replace('_', ' ')} on {system.kind}"
-    child = Child(work)
-    status = child.wait(hear)
-    result.runs += 1
-    if said:
-        result.fail(name, said[0]["wrong"])
-    else:
-        result.fail(name, [f"the process ended with status {status}: {child.errors}"])
-    oracle.settled()
-    with contextlib.suppress(OSError):
-        system.cut()
-    system.unmount()
-    system.mount()
-    wrong, parts = checked(lambda: verify(settings(system.path), oracle))
-    result.fail(f"{name}, after a power cut", wrong)
-    result.count("parts found exact", parts)
-
-
-def _lost_sync(runs: int, seed: int) -> Result:
-    """A sync fails once, later ones work, the power is cut: nothing may have been promised that
-    only the failed sync stood for."""
-    result = Result("a failed sync, then a power cut")
-
-    def sync_fails(bench: Bench, path: str, after: int) -> None:
-        bench.fill()
-        for _ in range(after):
-            bench.serve(1)
-        with fault(SYNC, path, error=errno.EIO, times=1) as met:
-            bench.serve(2)
-            if not met.met:
-                bench.wrong.append("no sync failed")
-        bench.serve(2)
-
-    for number in range(5 * runs):
-        path = (".kvs", ".kvm")[number % 2]
-        for kind in ("ext4", "xfs"):
-            with work_folder() as folder:
-                system = FileSystem(kind, folder)
-                try:
-                    play = functools.partial(sync_fails, path=path, after=number // 2 % 3)
-                    play.__name__ = f"a sync of {path} fails"  # type: ignore[attr-defined]
-                    _on(system, play, seed + number, result)
-                finally:
-                    system.close()
-    return result.done()
+                play(scenario_, Path(folder), seed + number, name, result)
+    shim.remove()
+    return [result.done()]

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -30,6 +31,8 @@ _LO_FLAGS_AUTOCLEAR = 4
 _CLONE_NEWNS = 0x00020000
 _MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18
 _MNT_DETACH = 2
+
+_WORK = "kvtier-powercut-"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -78,6 +81,15 @@ def unmount(target: Path, *, lazily: bool = False) -> None:
         if time.monotonic() > deadline:
             raise OSError(number, f"umount {target}: {os.strerror(number)}")
         time.sleep(0.002)
+
+
+def shut_down(path: Path, how: int) -> None:
+    """FS_IOC_SHUTDOWN of the file system that holds `path`."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(fd, _FS_IOC_SHUTDOWN, struct.pack("<I", how))
+    finally:
+        os.close(fd)
 
 
 class Loop:
@@ -141,11 +153,7 @@ class FileSystem:
 
     def cut(self, how: int = NOLOGFLUSH) -> None:
         """Nothing reaches the device from now on; what the journal does not hold is lost."""
-        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.ioctl(fd, _FS_IOC_SHUTDOWN, struct.pack("<I", how))
-        finally:
-            os.close(fd)
+        shut_down(self.path, how)
 
     def unmount(self) -> None:
         unmount(self.path)
@@ -165,7 +173,10 @@ def make_image(kind: str, image: Path) -> Path:
     with image.open("wb") as file:
         file.truncate(SIZES[kind])
     try:
-        subprocess.run([*_MAKE[kind], str(image)], check=True, capture_output=True)
+        path = f"{os.environ.get('PATH', '')}:/usr/sbin"
+        environment = os.environ | {"PATH": path}
+        command = [*_MAKE[kind], str(image)]
+        subprocess.run(command, check=True, capture_output=True, env=environment)
     except FileNotFoundError:
         package = {"ext4": "e2fsprogs", "xfs": "xfsprogs"}[kind]
         raise LabError(f"{_MAKE[kind][0]} is missing: apt-get install {package}") from None
@@ -177,9 +188,13 @@ def make_image(kind: str, image: Path) -> Path:
 @contextlib.contextmanager
 def work_folder() -> Iterator[Path]:
     """A folder in memory for images; gone at the end, with what is mounted in it."""
-    base = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    base = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    for left in base.glob(f"{_WORK}*"):
+        owner = left.name.removeprefix(_WORK).split("-")[0]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
     with tempfile.TemporaryDirectory(
-        prefix="kvtier-powercut-", dir=base, ignore_cleanup_errors=True
+        prefix=f"{_WORK}{os.getpid()}-", dir=base, ignore_cleanup_errors=True
     ) as name:
         try:
             yield Path(name)

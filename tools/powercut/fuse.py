@@ -28,8 +28,8 @@ _READ_IN = struct.Struct("<QQIIQII")
 _INIT_OUT = struct.Struct("<IIIIHHIIHHII6I")
 _LOG = struct.Struct("<QI")
 
-_FORGET, _READ, _WRITE = 2, 15, 16
-_FSYNC, _INTERRUPT, _DESTROY, _BATCH_FORGET = 20, 36, 38, 42
+_FORGET, _GETATTR, _SETATTR, _OPEN, _READ, _WRITE, _RELEASE = 2, 3, 4, 14, 15, 16, 18
+_FSYNC, _CLOSE, _INIT, _INTERRUPT, _DESTROY, _BATCH_FORGET = 20, 25, 26, 36, 38, 42
 _FOPEN_DIRECT_IO = 1
 _FUSE_BIG_WRITES = 1 << 5
 _FUSE_MAX_PAGES = 1 << 22
@@ -155,41 +155,53 @@ class _Server:
                 return
 
     def _answer(self, opcode: int, body: memoryview) -> bytes:
-        match opcode:
-            case 26:  # INIT
-                major, minor, ahead, _ = struct.unpack_from("<IIII", body)
-                flags = _FUSE_BIG_WRITES | _FUSE_MAX_PAGES
-                pages = _MAX_WRITE // 4096
-                return _INIT_OUT.pack(
-                    major, min(minor, 36), ahead, flags, 64, 48, _MAX_WRITE, 1, pages, 0, 0, 0,
-                    *(0,) * 6,
-                )  # fmt: skip
-            case 3 | 4:  # GETATTR, SETATTR
-                times = (self._now,) * 3
-                attr = (1, self._size, self._size // 512, *times, 0, 0, 0, 0o100600, 1, 0, 0, 0)
-                return _ATTR_OUT.pack(3600, 0, 0, *attr, 4096, 0)
-            case 14:  # OPEN
-                return _OPEN_OUT.pack(1, _FOPEN_DIRECT_IO, 0)
-            case 15:  # READ
-                self._fail(self._controls.read_error)
-                _, offset, size, *_ = _READ_IN.unpack_from(body)
-                return os.pread(self._image, size, offset)
-            case 16:  # WRITE
-                self._fail(self._controls.write_error)
-                _, offset, size, *_ = _READ_IN.unpack_from(body)
-                data = body[_READ_IN.size : _READ_IN.size + size]
-                os.pwrite(self._image, data, offset)
-                self._note(offset, bytes(data))
-                return struct.pack("<II", size, 0)
-            case 20:  # FSYNC
-                if self._controls.flush_failures > 0:
-                    self._controls.set(flush_failures=self._controls.flush_failures - 1)
-                    self._fail(self._controls.flush_error)
-                self._note(_FLUSH_MARK, b"")
-                return b""
-            case 18 | 25 | 38:  # RELEASE, FLUSH, DESTROY
-                return b""
-        raise OSError(errno.ENOSYS, "not needed")
+        try:
+            answer = {
+                _INIT: self._init,
+                _GETATTR: self._attributes,
+                _SETATTR: self._attributes,
+                _OPEN: lambda body: _OPEN_OUT.pack(1, _FOPEN_DIRECT_IO, 0),
+                _READ: self._read,
+                _WRITE: self._write,
+                _FSYNC: self._flush,
+                _RELEASE: lambda body: b"",
+                _CLOSE: lambda body: b"",
+                _DESTROY: lambda body: b"",
+            }[opcode]
+        except KeyError:
+            raise OSError(errno.ENOSYS, "not needed") from None
+        return answer(body)
+
+    def _init(self, body: memoryview) -> bytes:
+        major, minor, ahead, _ = struct.unpack_from("<IIII", body)
+        flags = _FUSE_BIG_WRITES | _FUSE_MAX_PAGES
+        sizes = (64, 48, _MAX_WRITE, 1, _MAX_WRITE // 4096, 0, 0, 0)
+        return _INIT_OUT.pack(major, min(minor, 36), ahead, flags, *sizes, *(0,) * 6)
+
+    def _attributes(self, body: memoryview) -> bytes:
+        times = (self._now,) * 3
+        attributes = (1, self._size, self._size // 512, *times, 0, 0, 0, 0o100600, 1, 0, 0, 0)
+        return _ATTR_OUT.pack(3600, 0, 0, *attributes, 4096, 0)
+
+    def _read(self, body: memoryview) -> bytes:
+        self._fail(self._controls.read_error)
+        _, offset, size, *_ = _READ_IN.unpack_from(body)
+        return os.pread(self._image, size, offset)
+
+    def _write(self, body: memoryview) -> bytes:
+        self._fail(self._controls.write_error)
+        _, offset, size, *_ = _READ_IN.unpack_from(body)
+        data = body[_READ_IN.size : _READ_IN.size + size]
+        os.pwrite(self._image, data, offset)
+        self._note(offset, bytes(data))
+        return struct.pack("<II", size, 0)
+
+    def _flush(self, body: memoryview) -> bytes:
+        if self._controls.flush_failures > 0:
+            self._controls.set(flush_failures=self._controls.flush_failures - 1)
+            self._fail(self._controls.flush_error)
+        self._note(_FLUSH_MARK, b"")
+        return b""
 
     def _note(self, offset: int, data: bytes) -> None:
         self._log.write(_LOG.pack(offset, len(data)) + data)

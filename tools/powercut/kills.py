@@ -83,9 +83,7 @@ def _work(
     root: Path, oracle: Oracle, common: int, rank: int, duties: tuple[str, ...]
 ) -> Callable[[Send], None]:
     config = settings(root)
-    return lambda send: write(
-        config, oracle, send, random.Random(common), rank=rank, duties=duties
-    )
+    return lambda send: write(config, oracle, send, random.Random(common), rank=rank, duties=duties)
 
 
 def _mortal(work: Callable[[Send], None], rng: random.Random) -> Callable[[Send], None]:
@@ -158,5 +156,3 @@ def _nothing_leaks(root: Path) -> list[str]:
     if left or payload or collected.after > MANIFEST_SLACK:
         wrong.append(f"left behind: {left[:5]}, {payload} payload, {collected.after} in all")
     return wrong
-
-

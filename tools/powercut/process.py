@@ -35,6 +35,7 @@ class Child:
             os.close(self._reader)
             os.close(self._reply)
             _die_with_parent()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             logging.getLogger("kvtier").addHandler(logging.NullHandler())
             logging.getLogger("kvtier").propagate = False
             _run(work, writer, reply_reader if answers else -1)

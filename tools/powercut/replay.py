@@ -28,6 +28,8 @@ SECTOR = 512
 class Recording:
     """What a drive was told while a store was written, and when what was promised."""
 
+    kind: str
+    seed: int
     start: Path
     """The drive's bytes before."""
     log: list[Write | None] = field(default_factory=list)
@@ -35,12 +37,12 @@ class Recording:
     """(entries of the log there were when it was heard, message)."""
     writers: int = 1
 
-    def oracle_at(self, flush: int, seed: int) -> Oracle:
+    def oracle_at(self, flush: int) -> Oracle:
         """What must be there once the flush at this entry of the log is done.
 
         A message heard after a flush speaks of what that flush, or an earlier one, made durable.
         """
-        oracle = Oracle(seed)
+        oracle = Oracle(self.seed)
         for at, message in self.messages:
             entry = bisect.bisect_left(self.flushes, at) - 1
             if message["say"] == "put" or (entry >= 0 and self.flushes[entry] <= flush):
@@ -64,19 +66,19 @@ def _replays(kind: str, runs: int, seed: int) -> Result:
     while result.runs < runs:
         rng = random.Random(f"{seed}/{kind}/{result.runs}")
         with work_folder() as folder:
-            recording, oracle_seed = _record(kind, folder, rng)
+            recording = _record(kind, folder, rng)
             result.count("recordings")
-            _replay(kind, folder, recording, oracle_seed, rng, min(150, runs - result.runs), result)
+            _replay(recording, runs - result.runs, rng, result)
     return result.done()
 
 
-def _record(kind: str, folder: Path, rng: random.Random) -> tuple[Recording, int]:
+def _record(kind: str, folder: Path, rng: random.Random) -> Recording:
     start = make_image(kind, folder / "start")
     image = folder / "image"
     _copy(start, image)
     drive = Drive(image, folder)
-    recording = Recording(start)
     seed = rng.getrandbits(32)
+    recording = Recording(kind, seed, start)
     oracle = Oracle(seed)
 
     def hear(message: Message) -> None:
@@ -109,22 +111,14 @@ def _record(kind: str, folder: Path, rng: random.Random) -> tuple[Recording, int
         if system is not None:
             system.close()
         drive.close()
-    return recording, seed
+    return recording
 
 
-def _replay(
-    kind: str,
-    folder: Path,
-    recording: Recording,
-    seed: int,
-    rng: random.Random,
-    images: int,
-    result: Result,
-) -> None:
+def _replay(recording: Recording, images: int, rng: random.Random, result: Result) -> None:
     """Make two states for each of so many flushes and open them, in the order of the log."""
-    flushes = recording.flushes
+    flushes, folder = recording.flushes, recording.start.parent
     result.count("flushes recorded", len(flushes))
-    chosen = sorted(rng.sample(flushes, min(len(flushes), images // 2)) * 2)
+    chosen = sorted(rng.sample(flushes, min(len(flushes), max(1, images // 2))) * 2)
     base = folder / "base"
     _copy(recording.start, base)
     durable = 0
@@ -140,28 +134,27 @@ def _replay(
             plain = number % 2 == 0
             if not plain:
                 _apply_some(image, window, rng)
-            name = f"{kind} seed {seed}, {recording.writers} writers, flush {flush}" + ("" if plain else " and some")
+            name = f"{recording.writers} writers, seed {recording.seed}, flush {flush}"
             result.runs += 1
             result.count("at a flush" if plain else "with torn and reordered writes")
-            _check(kind, folder, image, recording.oracle_at(flush, seed), name, result)
+            wrong, parts = _look(recording, image, oracle := recording.oracle_at(flush))
+            result.fail(name if plain else f"{name} and some", wrong)
+            result.count("parts found exact", parts)
+            result.count("parts required", len(oracle.promised))
 
 
-def _check(
-    kind: str, folder: Path, image: Path, oracle: Oracle, name: str, result: Result
-) -> None:
+def _look(recording: Recording, image: Path, oracle: Oracle) -> tuple[list[str], int]:
+    """(what is wrong with a store on this image, parts that are there)."""
     system = None
     try:
-        system = FileSystem(kind, folder, image)
+        system = FileSystem(recording.kind, image.parent, image)
         config = settings(system.path)
-        wrong, parts = checked(lambda: verify(config, oracle))
+        return checked(lambda: verify(config, oracle))
     except OSError as error:
-        wrong, parts = [f"the file system cannot be mounted: {error}"], 0
+        return [f"the file system cannot be mounted: {error}"], 0
     finally:
         if system is not None:
             system.close()
-    result.fail(name, wrong)
-    result.count("parts found exact", parts)
-    result.count("parts required", len(oracle.promised))
 
 
 def _until_flush(log: list[Write | None], start: int) -> list[Write]:

@@ -10,9 +10,11 @@ import struct
 import tempfile
 from pathlib import Path
 
+from kvtier.catalog import Catalog
 from kvtier.check import Findings, check
 from kvtier.errors import IdentityError, KvtierError
 from kvtier.format import (
+    FRAME_ALIGNMENT,
     FRAME_HEADER,
     FormatError,
     FrameType,
@@ -81,9 +83,7 @@ def _files(sound: Path, oracle: Oracle, runs: int, seed: int) -> Result:
         path = rng.choice(files)
         how, ranges = _damage(path, rng)
         name = f"{seed}/{number}: {how} in {path.name}"
-        wrong, parts = checked(
-            lambda r=root, p=path, d=ranges: _opened(r, p, d, oracle, sound)
-        )
+        wrong, parts = checked(lambda r=root, p=path, d=ranges: _opened(r, p, d, oracle, sound))
         result.runs += 1
         result.count(f"damaged {path.suffix or path.name}")
         result.count("parts found exact", parts)
@@ -236,62 +236,83 @@ def _mutations(sound: Path, runs: int, seed: int) -> Result:
     return result.done()
 
 
+class _Mutator:
+    """Decodes mutants of what a sound store holds."""
+
+    def __init__(self, sound: Path, seed: int) -> None:
+        store = sound / "kvtier"
+        self.rng = random.Random(seed)
+        self.layout = Layout.open(store, create=False)
+        self.frames = [
+            (data[at : at + size], frame)
+            for data in (path.read_bytes() for path in self.layout.segments.glob("*.kvm"))
+            for at, frame, size in scan_frames(data)
+            if frame is not None
+        ]
+        self.snapshot = (store / "index" / "snapshot").read_bytes()
+        self.document = next((store / "namespaces").glob("*.json")).read_bytes()
+        self.scratch = sound.with_name("mutated")
+
+    def mutant(self, number: int) -> None:
+        """Decode one mutant. FormatError or IdentityError if it is refused."""
+        data, frame = self.rng.choice(self.frames)
+        kind = number % 100
+        if kind < 40:
+            self._frame(data)
+        elif kind < 90:
+            self._body(bytes(frame.body))
+        elif kind < 96:
+            Identity.from_json(_mutated(self.rng, self.document).decode("utf-8", "replace"))
+        elif kind == 96 and number % 1000 < 100:
+            _manifest(self.rng, self.layout, self.frames)
+        elif kind == 97 and number % 1000 < 100:
+            self._snapshot()
+        else:
+            self._scan(data + data)
+
+    def _frame(self, data: bytes) -> None:
+        """A frame as it lies in a file."""
+        mutant = _mutated(self.rng, data)
+        _bounded(decode_frame(mutant, 0).body, mutant)
+
+    def _body(self, body: bytes) -> None:
+        """A body that a checksum vouches for."""
+        mutant = _mutated(self.rng, body)
+        _bounded(self.rng.choice(_DECODERS)(mutant), mutant)
+
+    def _snapshot(self) -> None:
+        self.scratch.write_bytes(_mutated(self.rng, self.snapshot))
+        if Snapshot.load(self.scratch) is None:
+            raise FormatError("no snapshot")
+
+    def _scan(self, data: bytes) -> None:
+        mutant = _mutated(self.rng, data)
+        for at, _, size in scan_frames(mutant):
+            if at + size > len(mutant) + FRAME_ALIGNMENT:
+                raise AssertionError("a frame ends behind its file")
+
+
 def _mutate(sound: Path, runs: int, seed: int) -> dict[str, object]:
-    rng = random.Random(seed)
-    store = sound / "kvtier"
-    manifests = [path.read_bytes() for path in (store / "segments").glob("*.kvm")]
-    frames = [
-        (data[at : at + size], frame)
-        for data in manifests
-        for at, frame, size in scan_frames(data)
-        if frame is not None
-    ]
-    snapshot = (store / "index" / "snapshot").read_bytes()
-    document = next((store / "namespaces").glob("*.json")).read_bytes()
-    scratch = sound.with_name("mutated")
-    layout = Layout.open(store, create=False)
+    """Decode so many mutants; what went wrong, and figures."""
+    mutator = _Mutator(sound, seed)
     wrong: list[str] = []
     decoded = refused = 0
-    _mutated(rng, frames[0][0])
-    # More than this is never needed: a decoder that believes a count would ask for gigabytes.
-    limit = 1 << 30
-    resource.setrlimit(resource.RLIMIT_AS, (_address_space() + limit, resource.RLIM_INFINITY))
+    # A decoder that believes a count would ask for more than this.
+    limit = _address_space() + (1 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(runs):
-        data, frame = rng.choice(frames)
-        kind = number % 100
         try:
-            if kind < 40:  # frames as they lie in a file
-                mutant = _mutated(rng, data)
-                _bounded(decode_frame(mutant, 0).body, mutant)
-            elif kind < 90:  # bodies that a checksum vouches for
-                mutant = _mutated(rng, bytes(frame.body))
-                _bounded(rng.choice(_DECODERS)(mutant), mutant)
-            elif kind < 96:
-                mutant = _mutated(rng, document)
-                Identity.from_json(mutant.decode("utf-8", "replace"))
-            elif kind == 96 and number % 1000 < 100:  # whole manifests, some of them signed
-                _manifest(rng, layout, frames, scratch)
-            elif kind == 97 and number % 1000 < 100:
-                scratch.write_bytes(_mutated(rng, snapshot))
-                if Snapshot.load(scratch) is None:
-                    raise FormatError("no snapshot")
-            else:
-                mutant = _mutated(rng, data + data)
-                for at, _, size in scan_frames(mutant):
-                    if at + size > len(mutant) + 8:
-                        wrong.append("a frame ends behind its file")
+            mutator.mutant(number)
             decoded += 1
         except (FormatError, IdentityError):
             refused += 1
-        except Exception as error:
-            wrong.append(f"mutation {number}, kind {kind}: {type(error).__name__}: {error}")
-            if len(wrong) > 20:
-                break
+        except Exception as error:  # whatever else comes out of a decoder is a violation
+            wrong.append(f"mutation {number}: {type(error).__name__}: {error}")
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
     if growth > 64:
         wrong.append(f"the process grew by {growth} MiB")
-    return {"wrong": wrong, "decoded": decoded, "refused": refused, "growth": growth}
+    return {"wrong": wrong[:50], "decoded": decoded, "refused": refused, "growth": growth}
 
 
 def _address_space() -> int:
@@ -307,10 +328,8 @@ def _bounded(value: object, source: bytes) -> None:
         raise AssertionError(f"{len(value)} bytes from {len(source)}")
 
 
-def _manifest(rng: random.Random, layout: Layout, frames: list, scratch: Path) -> None:
+def _manifest(rng: random.Random, layout: Layout, frames: list) -> None:
     """A catalog takes in frames whose checksum is right and whose body is not."""
-    from kvtier.catalog import Catalog
-
     catalog = Catalog(layout.store_id)
     catalog.add_segment(f"{bytes(12).hex()}-0")
     segment = catalog.segments[0]
@@ -364,5 +383,3 @@ def _mutated(rng: random.Random, data: bytes) -> bytes:
                 at = min(rng.randrange(FRAME_HEADER.size), len(mutant) - 1)
                 mutant[at] = rng.choice(_EDGES)
     return bytes(mutant)
-
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,11 @@ def start_again() -> None:
         raise LabError("gcc is missing: apt-get install gcc libc6-dev") from None
     environment = os.environ | {"LD_PRELOAD": str(library), _LOADED: folder}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def remove() -> None:
+    """Remove the library's file; what has it loaded keeps it."""
+    shutil.rmtree(os.environ[_LOADED], ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.ma  # noqa: F401  NumPy loads it at first use: once here, not in every forked process
+import numpy.ma
 import numpy.typing as npt
 
 from kvtier.backends.local import disk_usage
@@ -68,6 +68,8 @@ POOLS = (
 TAIL = 3
 """Pages at the end of each put that have the trailing pool."""
 
+_ = numpy.ma  # NumPy loads it at first use: once here, not in every forked process
+
 _PATTERN = np.random.default_rng(1).integers(0, 256, 16384, np.uint8)
 
 
@@ -87,10 +89,10 @@ def settings(root: Path, **changes: Any) -> Config:
 def content(column: Column, keys: Sequence[bytes], size: int) -> npt.NDArray[np.uint8]:
     """What these pages hold; uint8 (n, size)."""
     found = np.tile(_PATTERN[:size], (len(keys), 1))
-    for row, key in zip(found, keys, strict=True):
+    for number, key in enumerate(keys):
         name = repr((column, key)).encode()
         mark = np.frombuffer(hashlib.blake2b(name, digest_size=64).digest(), np.uint8)
-        row ^= np.resize(mark, size)
+        found[number] ^= np.resize(mark, size)
     return found
 
 
@@ -117,8 +119,7 @@ def put(namespace: Namespace, rank: int, pool: Pool, keys: Sequence[bytes], link
 def get(
     namespace: Namespace, rank: int, pool: Pool, keys: Sequence[bytes]
 ) -> tuple[npt.NDArray[np.bool_], list[str]]:
-    """(which pages came, what is wrong): each page that came is exact. One that did not come is
-    untouched, or exact: it may have been read before one that stands in front of it failed."""
+    """(which pages came, what is wrong): each page that came is exact, no other was touched."""
     column = pool.column(rank)
     memory = np.full((len(keys), pool.part_bytes), GUARD, np.uint8)
     [came] = namespace.get([PoolPages(column, list(keys), buffers(memory, pool))])
@@ -128,7 +129,7 @@ def get(
     for number in np.flatnonzero(came & ~right):
         wrong.append(f"wrong bytes: {column} {keys[number].hex()[:12]}")
     if pool.part_bytes:
-        for number in np.flatnonzero(~came & ~untouched & ~right):
+        for number in np.flatnonzero(~came & ~untouched):
             wrong.append(f"memory of a page that did not come: {column} {keys[number].hex()[:12]}")
     return came, wrong
 
@@ -228,12 +229,12 @@ def write(
         put_family(namespace, rank, oracle, plan)
         if rng.random() < 0.7:
             store.flush(30.0)
-            report(store, namespace, rank, oracle, plan["chain"], send)
+            report(store, namespace, oracle, plan["chain"], send, rank=rank)
         duty = aside.choice(duties) if duties and aside.random() < 0.3 else ""
         if duty == "collect":
             delete(store.layout, aside.uniform(0.3, 1.0), send)
             for number in aside.sample(sorted(oracle.chains), min(4, len(oracle.chains))):
-                report(store, namespace, rank, oracle, number, send)
+                report(store, namespace, oracle, number, send, rank=rank)
         elif duty == "save":
             store.index.save()
         elif duty == "rebuild":
@@ -244,7 +245,7 @@ def write(
             store.close()
             report_closed = plan["chain"]
             store, namespace = _open(config, rank)
-            report(store, namespace, rank, oracle, report_closed, send)
+            report(store, namespace, oracle, report_closed, send, rank=rank)
     store.close()
 
 
@@ -289,12 +290,19 @@ def put_family(namespace: Namespace, rank: int, oracle: Oracle, plan: Message) -
 
 
 def report(
-    store: Store, namespace: Namespace, rank: int, oracle: Oracle, number: int, send: Send
+    store: Store, namespace: Namespace, oracle: Oracle, number: int, send: Send, *, rank: int
 ) -> None:
-    """Say what lookups show of a chain."""
+    """Say what lookups show of a chain, after a look at what other processes did."""
     at = time.monotonic_ns()
     with contextlib.suppress(OSError):  # the power is gone
         store.index.refresh()
+    tell(namespace, oracle, number, send, rank=rank, at=at)
+
+
+def tell(
+    namespace: Namespace, oracle: Oracle, number: int, send: Send, *, at: int, rank: int = 0
+) -> None:
+    """Say what lookups show of a chain. `at`: a time before which nothing of it was looked up."""
     keys = oracle.keys(number)
     for pool in POOLS:
         column = pool.column(rank)
