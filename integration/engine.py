@@ -48,6 +48,8 @@ LEAVES = (
     "quantization_param_path",
     "kv_cache_dtype",
     "json_model_override_args",
+    "lora_paths",
+    "modelopt_quant",
     "attention_backend",
     "decode_attention_backend",
     "prefill_attention_backend",
@@ -125,16 +127,32 @@ def read_weights(mode: str, cache: Path) -> tuple[Weights, Weights | None]:
     return target, _weights(draft, setting("speculative_draft_model_revision"), mode, cache)
 
 
+def read_adapters(mode: str, cache: Path) -> dict[str, str]:
+    """Name and fingerprint of each LoRA adapter of --lora-paths.
+
+    SGLang's page keys have an id made of an adapter's name and path alone (LoRARef.deterministic_id
+    in lora/lora_registry.py), so an adapter trained anew in its folder has the old one's keys.
+    Adapters loaded at run time get a random id. Raises IdentityError if one cannot be read.
+    """
+    return {
+        ref.lora_name: weights_fingerprint(
+            local_checkpoint(ref.lora_path, None), mode, cache
+        ).digest
+        for ref in setting("lora_paths") or ()
+    }
+
+
 def identity_of(
     config: HiCacheStorageConfig,
     pools: Pools,
     trailing: frozenset[str],
     weights: tuple[Weights, Weights | None],
+    adapters: Mapping[str, str] | None = None,
 ) -> Identity:
     """The identity of the pages that this server computes.
 
     `pools` are all registered host pools, `trailing` the names of those needed at a boundary
-    only, `weights` what `read_weights` returned.
+    only, `weights` what `read_weights` returned, `adapters` what `read_adapters` did.
     """
     kv = pools[PoolName.KV.value]
     target, draft = weights
@@ -147,6 +165,10 @@ def identity_of(
         "model_overrides": json.loads(setting("json_model_override_args") or "{}", parse_float=str),
         "page_formats": tags,
     }
+    if adapters:
+        engine["adapters"] = adapters
+    if setting("modelopt_quant") is not None:
+        engine["modelopt_quant"] = str(setting("modelopt_quant"))
     if config.pp_size > 1:
         # How layers are dealt to stages (distributed/utils.py of SGLang); "" is SGLang's own way.
         engine["stage_layers"] = os.environ.get("SGLANG_PP_LAYER_PARTITION", "")

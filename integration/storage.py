@@ -123,6 +123,7 @@ class KvtierStorage(HiCacheStorage):  # type: ignore[misc] # SGLang is not typed
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._weights: tuple[Weights, Weights | None] | None = None
+        self._adapters: dict[str, str] = {}
         self._namespace: Namespace | None = None
 
     # --- opening and closing ------------------------------------------------------------------
@@ -148,9 +149,9 @@ class KvtierStorage(HiCacheStorage):  # type: ignore[misc] # SGLang is not typed
             log.error("kvtier: the server goes on without it: %s", error)
             return
         try:
-            self._weights = engine.read_weights(
-                self.config.fingerprint, self._store.root / "index" / "fingerprints"
-            )
+            hashes = self._store.root / "index" / "fingerprints"
+            self._adapters = engine.read_adapters(self.config.fingerprint, hashes)
+            self._weights = engine.read_weights(self.config.fingerprint, hashes)
             identity = self._identity(self._weights)
         except BaseException:
             self.close()
@@ -199,7 +200,7 @@ class KvtierStorage(HiCacheStorage):  # type: ignore[misc] # SGLang is not typed
             self._namespace = None
 
     def _identity(self, weights: tuple[Weights, Weights | None]) -> Identity:
-        return engine.identity_of(self.rank, self.pools, TRAILING_POOLS, weights)
+        return engine.identity_of(self.rank, self.pools, TRAILING_POOLS, weights, self._adapters)
 
     def _open_namespace(self) -> Namespace | None:
         """The namespace of all pools registered so far; None while there is no store.

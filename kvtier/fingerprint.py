@@ -78,6 +78,7 @@ NOT_WEIGHTS = ("training_args.*", "optimizer.*", "scheduler.*", "scaler.*", "rng
 
 SETTINGS_FILES = (
     "config.json",
+    "adapter_config.json",
     "params.json",
     "*quant*.json",
     "*scales*.json",

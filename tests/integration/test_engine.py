@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from pools import Engine
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.runtime_context import get_context
@@ -162,6 +164,32 @@ def test_weights_are_read_from_the_checkpoint_served(server, tmp_path) -> None:
     ):
         target, draft = engine.read_weights("sampled", tmp_path)
     assert draft == weights_fingerprint(Path(other)).weights != target
+
+
+def test_an_adapter_trained_anew_is_another_identity(server, tmp_path) -> None:
+    """SGLang's keys know the adapters of --lora-paths by name and path only."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(MODELS / "llama", folder)
+    (folder / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
+    ref = LoRARef(LoRARef.deterministic_id("sql", str(folder)), "sql", str(folder), False)
+    pools = {name: HostPages(name, entry.host_pool) for name, entry in server.entries.items()}
+
+    def named() -> str:
+        with changed(lora_paths=[ref]):
+            adapters = engine.read_adapters("sampled", tmp_path)
+            found = engine.identity_of(ONE_RANK, pools, TRAILING_POOLS, WEIGHTS, adapters)
+        return found.id
+
+    assert engine.read_adapters("sampled", tmp_path) == {}
+    first = named()
+    assert first == named() != identity(server).id
+    (folder / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 32}')
+    second = named()
+    weights = next(folder.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert len({first, second, named()}) == 3
 
 
 MHA = MHATokenToKVPoolHost.__new__(MHATokenToKVPoolHost)
