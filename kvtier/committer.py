@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -97,6 +98,8 @@ class Committer:
         self.failures = 0
         """Batches, or parts of them, that could not be made durable."""
         self.last_error = ""
+        self.full = False
+        """The last failure was for want of room."""
         self._thread = threading.Thread(target=self._work, name="kvtier-commit", daemon=True)
         self._thread.start()
 
@@ -366,6 +369,7 @@ class Committer:
     def _complain(self, error: OSError, pages: int) -> None:
         self.failures += 1
         self.last_error = error.strerror or str(error)
+        self.full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         self._breaker.failed(self.last_error)
         telemetry.PUT_PAGES.labels("failed").inc(pages)
         self._complaints.add(

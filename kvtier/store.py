@@ -146,7 +146,8 @@ class Store:
     def canary(self) -> None:
         """Write, sync and read back one family the way pages go, then forget it.
 
-        UnreachableError, with the reason, if its bytes do not come back in time.
+        UnreachableError, with the reason, if its bytes do not come back in time. A full disk is no
+        reason: what is stored can be restored.
         """
         key = new_id() + new_id()
         columns = (Column("canary"), Column("canary.tail"))
@@ -162,6 +163,9 @@ class Store:
                 f"{self.root} did not take a test page within {self.config.put_deadline:g} s: "
                 "check the drive."
             )
+        if self._committer.full:
+            logger.warning("kvtier: no room at %s: pages are restored, none is stored", self.root)
+            return
         halves = np.split(got, 2)
         requests = [
             PoolPages(column, [key], _one_page(half))

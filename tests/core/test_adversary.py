@@ -271,3 +271,20 @@ def test_staging_is_never_full_before_a_commit_is_due(tmp_path: Path) -> None:
             link = Link(chain[start - 1], start) if start else Link(ROOT, 0)
             assert put(namespace, some, contents(some, SIZE), link=link).all()
         assert not store.writes.open
+
+
+def test_a_restart_on_a_full_disk_restores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = keys("chain", 3)
+    with opened(tmp_path) as (_, namespace):
+        put(namespace, chain, contents(chain, SIZE))
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with opened(tmp_path) as (store, namespace), monkeypatch.context() as patch:
+        patch.setattr(local.os, "pwrite", full)
+        store.canary()
+        assert "no room at" in caplog.text
+        assert get(namespace, chain, SIZE) == contents(chain, SIZE)
