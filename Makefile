@@ -30,7 +30,7 @@ lint: setup-core ## ruff and mypy
 bench-quick: setup-sglang ## write, read and lookup speed against SGLang's file backend
 	@$(BIN)/python tools/bench_quick.py $(ARGS)
 
-crash: setup-core ## power cuts, kills, torn writes, rot and bad drives: the long form, about two hours, as root
+crash: setup-sglang ## as root: power cuts, torn writes, kills, rot, bad drives; the long form, 45 minutes
 	@cd tools && ../$(BIN)/python -m powercut --form long --output ../build/powercut.json $(ARGS)
 
 clean: ## remove .venv and what tools left behind

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 from lab import results
 
 
+@pytest.mark.needs_root
 def test_power_cuts_below_a_file_system() -> None:
     for found in results("cuts", 25, seed=1):
         assert found["figures"]["parts acknowledged"] > 1000
         assert found["figures"]["cuts with a promise"] >= 10
 
 
+@pytest.mark.needs_root
 def test_torn_and_reordered_writes_below_a_drive() -> None:
     for found in results("replay", 16, seed=1):
         assert found["figures"]["with torn and reordered writes"] >= 8
@@ -34,6 +37,7 @@ def test_faults_of_file_calls() -> None:
     assert found["runs"] >= 35
 
 
+@pytest.mark.needs_root
 def test_faults_below_a_store() -> None:
     systems, drives, syncs, memory = results("drives", 1, seed=1)
     assert min(found["runs"] for found in (systems, drives, syncs)) >= 3

@@ -22,6 +22,7 @@ print(len(result.violations))
 """
 
 
+@pytest.mark.needs_root
 @pytest.mark.parametrize("how", ["no sync", "no data"])
 def test_a_store_that_lies_is_caught(how: str) -> None:
     done = subprocess.run(

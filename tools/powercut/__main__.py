@@ -62,6 +62,7 @@ def main() -> int:
             "form": options.form,
             "techniques": lines,
         }
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(document, indent=2) + "\n")
     print(f"\n{table(lines)}\n\n{violations} violations")
     return 1 if violations else 0

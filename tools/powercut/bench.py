@@ -27,7 +27,7 @@ from powercut.workload import (
     verify,
 )
 
-DEADLINE = 0.5
+DEADLINE = 0.25
 """Read and put deadline of the stores here, in seconds."""
 
 PATIENCE = 30.0

@@ -16,7 +16,7 @@ from powercut.filesystem import (
     private_mounts,
     work_folder,
 )
-from powercut.process import Child, checked, hear_all
+from powercut.process import Child, checked, hear_all, hear_some
 from powercut.result import Result
 from powercut.workload import Oracle, settings, verify, write
 
@@ -58,13 +58,12 @@ def _life(system: FileSystem, cuts: int, seed: str, result: Result) -> None:
         children = [start(duties)]
         if lives == "two":
             children.append(start(()))  # two servers that are asked the same
-        delay = rng.uniform(0, 0.03) if rng.random() < 0.2 else rng.uniform(0.02, 0.25)
-        hear_all(children, delay, oracle.hear)
+        hear_some(children, rng, oracle.hear)
         if lives == "one after the other":
             children[0].kill()  # what it had not synced is seen by the next one
             children[0].wait(oracle.hear)
             children.append(start(()))
-            hear_all(children, rng.uniform(0.02, 0.2), oracle.hear)
+            hear_some(children, rng, oracle.hear)
         system.cut(rng.choice((NOLOGFLUSH, NOLOGFLUSH, LOGFLUSH, DEFAULT)))
         hear_all(children, rng.choice((0.0, 0.01)), oracle.hear)
         for child in children:

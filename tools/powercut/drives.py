@@ -209,7 +209,7 @@ def _memory(runs: int, seed: int) -> Result:
     limit = group / "memory.limit_in_bytes"
     limit = limit if limit.exists() else group / "memory.max"
     try:
-        limit.write_text(str(96 << 20))
+        limit.write_text(str(48 << 20))
         for number in range(runs):
             with work_folder() as folder:
                 system = FileSystem("xfs", folder)
@@ -232,7 +232,7 @@ def _much(bench: Bench, group: Path) -> None:
         bench.config = dataclasses.replace(bench.config, direct_io=direct)
         bench.open()
         numbers = []
-        for _ in range(120):
+        for _ in range(50):
             numbers.append(bench.put(128))
             bench.store.flush(60)
         for number in numbers:

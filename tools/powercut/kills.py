@@ -14,7 +14,7 @@ from kvtier.check import check
 from kvtier.index import Index
 from kvtier.layout import Layout
 from kvtier.retention import bury, collect
-from powercut.process import Child, checked, hear_all
+from powercut.process import Child, checked, hear_some
 from powercut.result import Result
 from powercut.workload import Oracle, Send, delete, settings, verify, write
 
@@ -60,7 +60,7 @@ def _life(root: Path, kills: int, seed: str, ranks: int, result: Result) -> None
             victims.append(Child(_mortal(lambda send, t=tool: t(root, send, rng), rng)))
             result.count("kills with a tool beside")
         for victim in rng.sample(victims, len(victims)):
-            hear_all(victims, rng.uniform(0.0, 0.15), oracle.hear)
+            hear_some(victims, rng, oracle.hear)
             victim.kill()
         name = f"{seed} kill {number}"
         for victim in victims:
