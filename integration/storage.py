@@ -418,8 +418,9 @@ class KvtierStorage(HiCacheStorage):  # type: ignore[misc] # SGLang is not typed
         with self._faults_are_misses("clear"):
             namespace = self._open_namespace()
             if namespace is not None:
-                namespace.clear()
-                return True
+                if namespace.clear():
+                    return True
+                self.complaints.add("clear", "the drive did not take the clear: try it again.")
         return False
 
     def get_stats(self) -> StorageMetrics | None:

@@ -54,7 +54,7 @@ class Keeper:
         self._save_at = 0.0
         self._complaints = Complaints()
         self._recoveries = 0
-        self._rounds = 0
+        self._begun = self._rounds = 0
         self._round_done = threading.Condition()
         self._wake = threading.Event()
         self._closing = False
@@ -72,7 +72,7 @@ class Keeper:
     def catch_up(self, timeout: float = CATCH_UP_SECONDS) -> None:
         """See what other processes have committed; gives up if the drive is slow."""
         with self._round_done:
-            goal = self._rounds + 1
+            goal = self._begun + 1  # a round that is under way may have looked before
             self._wake.set()
             self._round_done.wait_for(lambda: self._rounds >= goal, timeout)
 
@@ -99,6 +99,8 @@ class Keeper:
         while not self._closing:
             self._wake.wait(ROUND_SECONDS)
             self._wake.clear()
+            with self._round_done:
+                self._begun += 1
             try:
                 self._round()
             except OSError as error:
@@ -109,7 +111,7 @@ class Keeper:
                 self._complaints.add("upkeep", "upkeep failed in an unexpected way", error)
                 time.sleep(ROUND_SECONDS)
             with self._round_done:
-                self._rounds += 1
+                self._rounds = self._begun
                 self._round_done.notify_all()
             self._tell()
             if time.monotonic() - logged > RECENCY_SECONDS:

@@ -5,7 +5,6 @@ No call here raises for a fault of the disk: a put is refused, a lookup or a get
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -122,7 +121,8 @@ class Store:
         )
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all that was put is durable and visible; False if that took longer."""
+        """Wait until all that was put is durable and visible, or was given up and is counted in
+        `failures`; False if that took longer."""
         return self._committer.flush(timeout)
 
     def close(self, timeout: float | None = 30.0) -> None:
@@ -178,7 +178,11 @@ class Store:
                 f"{self.root} did not give a test page back ({reason or 'no error was reported'}): "
                 "check the drive and its free space."
             )
-        places = [self.index.locate(identity.id_bytes, column_id(c), key)[0] for c in columns]
+        places = [
+            place
+            for column in columns
+            for place in self.index.locate(identity.id_bytes, column_id(column), key)
+        ]
         self.bury([place.stored.grave(int(place.stored.positions[0]), 1) for place in places])
 
     def bury(self, graves: Sequence[Grave]) -> None:
@@ -192,16 +196,17 @@ class Store:
         self._keeper.catch_up(self.config.read_deadline)
         return [grave for grave in graves if self.index.holds(grave)]
 
-    def wipe(self, namespace: bytes) -> None:
+    def wipe(self, namespace: bytes) -> bool:
         """Forget every page of a namespace; their space is freed after the grace time, when
-        readers have noticed."""
+        readers have noticed. False if that could not be logged in time."""
         self.flush(self.config.put_deadline)
-        with contextlib.suppress(OSError):  # an unreadable directory: what is known goes
-            self.index.refresh()
+        self._keeper.catch_up(self.config.put_deadline)
+        failures = self.failures
         ends = [(segment.ident, segment.applied) for segment in self.index.segments()]
         self._committer.record(FrameType.WIPE, encode_wipe(namespace, ends))
-        self.flush(self.config.put_deadline)
+        logged = self.flush(self.config.put_deadline) and self.failures == failures
         self._keeper.reclaim_at(time.monotonic() + self.config.grace)
+        return logged
 
     def _save_index(self) -> None:
         try:
@@ -285,6 +290,7 @@ class Namespace:
                 self._keeper.note_use(self._key, last)
         return answers
 
-    def clear(self) -> None:
-        """Forget every page of this namespace; their space is freed after the grace time."""
-        self._store.wipe(self._key)
+    def clear(self) -> bool:
+        """Forget every page of this namespace; their space is freed after the grace time. False if
+        the drive did not take that."""
+        return self._store.wipe(self._key)

@@ -302,3 +302,22 @@ def test_a_dead_process_is_not_believed(tmp_path: Path) -> None:
         left = store.layout.index / "status-0.json"
         left.write_text(json.dumps({"pid": 1}))
         assert all(status.pid == os.getpid() for status in statuses(store.layout))
+
+
+def test_a_clear_that_the_drive_refuses_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as (store, namespace):
+        chain = keys("chain", 5)
+        put(namespace, chain, contents(chain, SIZE))
+        assert store.flush(60)
+
+        def broken(fd: int, data: bytes, offset: int) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(local.os, "pwrite", broken)
+            assert not namespace.clear()
+        assert get(namespace, chain, SIZE) == contents(chain, SIZE)
+        assert namespace.clear()
+        assert not namespace.contains(KV, chain).any()
