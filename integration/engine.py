@@ -283,9 +283,13 @@ def _draft(weights: Weights | None) -> Mapping[str, Json] | None:
 
 
 def _weights(model: str, revision: str | None, mode: str, cache: Path) -> Weights:
-    if model in NO_MODEL or setting("load_format") == "dummy":
+    if model in NO_MODEL:
         return Weights("none", "")
-    return weights_fingerprint(local_checkpoint(model, revision), mode, cache).weights
+    weights = weights_fingerprint(local_checkpoint(model, revision), mode, cache).weights
+    if setting("load_format") == "dummy":
+        # Random weights of the model that the folder's settings describe.
+        return Weights("none", weights.digest)
+    return weights
 
 
 def local_checkpoint(model: str, revision: str | None) -> Path:

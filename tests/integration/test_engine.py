@@ -151,6 +151,20 @@ def test_a_checkpoint_that_is_not_here_is_an_error_a_person_can_act_on(server) -
         engine.local_checkpoint("nobody/has-this-model", None)
 
 
+def test_dummy_weights_of_two_models_are_told_apart(server, tmp_path) -> None:
+    """Random weights have no content to go by, but what the folders describe differs."""
+    seen = set()
+    for name in ("llama", "mla"):
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(MODELS / name / "config.json", folder)
+        with changed(model_path=str(folder), load_format="dummy"):
+            weights, _ = engine.read_weights("sampled", tmp_path / "hashes")
+        assert weights.mode == "none"
+        seen.add(weights.digest)
+    assert len(seen) == 2
+
+
 def test_weights_are_read_from_the_checkpoint_served(server, tmp_path) -> None:
     assert engine.read_weights("sampled", tmp_path) == (Weights("none", ""), None)
     model = str(MODELS / "llama")
