@@ -41,7 +41,7 @@ Copies = tuple[U64, U64, U64, U64]
 """Keys and the places that stand for them, keys and places of further copies."""
 
 _USES = 1 << 14
-"""Newest uses a snapshot keeps; sessions are hundreds, and older ones rank by when they were
+"""Newest uses that are kept; sessions are hundreds, and older ones rank by when they were
 written."""
 
 
@@ -283,6 +283,8 @@ class Catalog:
         """A page was restored or extended."""
         place = (namespace, key)
         self.used[place] = max(time_ns, self.used.get(place, 0))
+        if len(self.used) > 2 * _USES:
+            self.used = dict(self._newest_uses())
 
     def compacted(self, present: Sequence[Segment], copies: Copies | None = None) -> Snapshot:
         """All this as a snapshot: live runs, and the segments that are still there.
@@ -419,6 +421,9 @@ class Catalog:
         segment = self.segments[int(self._rows.segment[row])]
         return segment, int(self._rows.manifest[row]), self._frames[start:end]
 
+    def _newest_uses(self) -> list[tuple[tuple[bytes, bytes], int]]:
+        return sorted(self.used.items(), key=lambda item: item[1], reverse=True)[:_USES]
+
     def _state(self, present: Sequence[Segment]) -> dict[str, Any]:
         """The rest of the catalog as a JSON document.
 
@@ -439,9 +444,7 @@ class Catalog:
             },
             "used": [
                 (namespace.hex(), key.hex(), time_ns)
-                for (namespace, key), time_ns in sorted(
-                    self.used.items(), key=lambda item: item[1], reverse=True
-                )[:_USES]
+                for (namespace, key), time_ns in self._newest_uses()
             ],
             "graves": [
                 (ident.hex(), offset, first, pages)

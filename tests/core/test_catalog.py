@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import key, keys
 
+from kvtier import catalog as catalogs
 from kvtier import format as f
 from kvtier.catalog import Catalog
 from kvtier.layout import segment_id, segment_name
@@ -279,3 +281,13 @@ def test_a_copy_that_took_another_s_place_goes_with_its_segment(tmp_path: Path) 
     assert {part[3] for part in _live(catalog)} == {older.name}
     catalog.forget_segments([older])
     assert _live(catalog) == set()
+
+
+def test_uses_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that restores for months keeps the newest uses only."""
+    monkeypatch.setattr(catalogs, "_USES", 10)
+    catalog = Catalog(bytes(16))
+    for number in range(100):
+        catalog.note_use(bytes(16), number.to_bytes(32, "big"), number)
+        assert len(catalog.used) <= 20
+    assert max(catalog.used.values()) == 99
