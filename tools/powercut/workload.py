@@ -7,7 +7,6 @@ after a flush; the oracle collects both, outside the store and outside the write
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import random
 import time
@@ -158,6 +157,8 @@ class Oracle:
     """Parts ever promised."""
     deleting: int = 0
     """Deletions under way: what lookups show meanwhile is no promise."""
+    deleted: bool = False
+    """Something was deleted by the processes that run now."""
     deleted_ns: int = 0
     _names: dict[tuple[int, int], bytes] = field(default_factory=dict, repr=False)
 
@@ -186,13 +187,14 @@ class Oracle:
                 )
                 chain.length = max(chain.length, end)
                 chain.tails.update(range(max(message["start"], end - TAIL), end))
-            case "held" if not self.deleting and message["at"] > self.deleted_ns:
+            case "held" if self._promises(message):
                 column, keys = Column(*message["column"]), self.keys(message["chain"])
                 held = {(column, keys[page]) for page in message["pages"]}
                 self.acknowledged += len(held - self.promised)
                 self.promised |= held
             case "deleting":
                 self.deleting += 1
+                self.deleted = True
                 self.promised.clear()
             case "deleted":
                 self.deleting -= 1
@@ -201,7 +203,14 @@ class Oracle:
     def settled(self) -> None:
         """Every process that wrote or deleted has ended."""
         self.deleting = 0
+        self.deleted = False
         self.deleted_ns = time.monotonic_ns()
+
+    def _promises(self, message: Message) -> bool:
+        """Whether what lookups showed cannot have been deleted before, unseen by who looked."""
+        if self.deleting or message["at"] <= self.deleted_ns:
+            return False
+        return bool(message["fresh"]) or not self.deleted
 
 
 def write(
@@ -294,21 +303,32 @@ def report(
 ) -> None:
     """Say what lookups show of a chain, after a look at what other processes did."""
     at = time.monotonic_ns()
-    with contextlib.suppress(OSError):  # the power is gone
+    try:
         store.index.refresh()
-    tell(namespace, oracle, number, send, rank=rank, at=at)
+        fresh = not store.index.health().unreadable
+    except OSError:  # the power is gone, and deletions may not have been seen
+        fresh = False
+    tell(namespace, oracle, number, send, rank=rank, at=at, fresh=fresh)
 
 
 def tell(
-    namespace: Namespace, oracle: Oracle, number: int, send: Send, *, at: int, rank: int = 0
+    namespace: Namespace,
+    oracle: Oracle,
+    number: int,
+    send: Send,
+    *,
+    at: int,
+    rank: int = 0,
+    fresh: bool = False,
 ) -> None:
-    """Say what lookups show of a chain. `at`: a time before which nothing of it was looked up."""
+    """Say what lookups show of a chain. `at`: a time before which nothing of it was looked up;
+    `fresh`: all that was done until then has been seen."""
     keys = oracle.keys(number)
     for pool in POOLS:
         column = pool.column(rank)
         pages = np.flatnonzero(namespace.contains(column, keys)).tolist()
         message = {"say": "held", "chain": number, "column": list(column), "pages": pages}
-        send(message | {"at": at})
+        send(message | {"at": at, "fresh": fresh})
 
 
 def delete(layout: Layout, share: float, send: Send) -> None:
