@@ -94,8 +94,13 @@ class SegmentWriter:
         if not self._direct:
             os.posix_fadvise(self._data, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def log(self, bodies: Sequence[tuple[FrameType, bytes]], time_ns: int) -> None:
-        """Append frames to the manifest and make them durable. OSError if that failed."""
+    def log(
+        self, bodies: Sequence[tuple[FrameType, bytes]], time_ns: int, *, hidden: bool = True
+    ) -> None:
+        """Append frames to the manifest and make them durable. OSError if that failed.
+
+        `hidden`: nobody may believe them before.
+        """
         frames = []
         for kind, body in bodies:
             frames.append(
@@ -110,7 +115,8 @@ class SegmentWriter:
             )
             self._sequence += 1
         data = b"".join(frames)
-        hide_from(self._log, self.manifest_size)
+        if hidden:
+            hide_from(self._log, self.manifest_size)
         try:
             written = 0
             while written < len(data):

@@ -148,13 +148,15 @@ class Index:
         """Whether anybody rang since the last call."""
         return self._bell.rung()
 
-    def refresh(self) -> None:
+    def refresh(self, *, alone: bool = False) -> None:
         """Read what the manifests say since the last call.
 
-        OSError if the directory cannot be read; what was known stays.
+        `alone`: the caller has the store's lock alone. Then whoever seems to be logging is dying,
+        and what it wrote will count; a process that is killed may lose the store's lock before
+        its own. OSError if the directory cannot be read; what was known stays.
         """
         with self._reading:
-            self._read_tails(self._catalog)
+            self._read_tails(self._catalog, alone=alone)
 
     def stale(self) -> bool:
         """So much came since the snapshot that a new one is worth its write."""
@@ -210,11 +212,13 @@ class Index:
         self,
         catalog: Catalog,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        alone: bool = False,
     ) -> None:
         self._list_segments(catalog)
         waiting = [s for s in catalog.segments if s.live and s.name in self._present]
         for done, segment in enumerate(waiting):
-            self._read_tail(catalog, segment)
+            self._read_tail(catalog, segment, alone)
             progress(done + 1, len(waiting))
 
     def _list_segments(self, catalog: Catalog) -> None:
@@ -238,9 +242,9 @@ class Index:
         self._present = names
         self._directory_ns = changed if time.time_ns() - changed > _SETTLED_NS else -1
 
-    def _read_tail(self, catalog: Catalog, segment: Segment) -> None:
+    def _read_tail(self, catalog: Catalog, segment: Segment, alone: bool) -> None:
         try:
-            data, size, live = self._tail(segment)
+            data, size, live = self._tail(segment, alone)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -266,20 +270,20 @@ class Index:
                 segment.applied = size
         segment.seen, segment.live = size, live
 
-    def _tail(self, segment: Segment) -> tuple[bytes, int, bool]:
+    def _tail(self, segment: Segment, alone: bool) -> tuple[bytes, int, bool]:
         """(durable bytes not yet applied, where they end, whether the manifest's writer lives)."""
         path = self._layout.manifest(segment.name)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             live = _held(fd)
             size = os.fstat(fd).st_size
-            if live:
+            if live and not alone:
                 # What its writer has not synced is not committed: a power cut may take it back.
                 size = durable_end(fd, size)
                 if size == segment.seen:
                     return b"", size, live
             elif size > segment.applied:
-                # A writer that was killed may not have come to its sync. A drive that refuses will
+                # A writer that is killed may not have come to its sync. A drive that refuses will
                 # refuse new commits as well; what it holds can be read all the same.
                 with contextlib.suppress(OSError):
                     os.fdatasync(fd)

@@ -85,7 +85,7 @@ def collect(
         if not victims:
             break
         with layout.lock():
-            index.refresh()
+            index.refresh(alone=True)
             victims = _spare_parents(victims, index.parents_since(mark))
             bury(layout, [grave for c, pages in victims for grave in _graves(c, pages)])
             index.refresh()
@@ -175,7 +175,9 @@ def bury(layout: Layout, graves: list[Grave]) -> None:
             (FrameType.TOMBSTONE, encode_tombstone(graves[start : start + step]))
             for start in range(0, len(graves), step)
         ]
-        writer.log(bodies, time.time_ns())
+        # Not hidden: if this process is killed here, the store's lock may end before the
+        # manifest's, and whoever commits then must not build on pages that are about to go.
+        writer.log(bodies, time.time_ns(), hidden=False)
     finally:
         writer.close()
 

@@ -13,7 +13,10 @@ import pytest
 from lab import TOOLS
 from powercut.workload import IDENTITY, KV, put, settings
 
+from kvtier.format import column_id
+from kvtier.index import Index
 from kvtier.pages import ROOT, Link
+from kvtier.retention import bury
 from kvtier.store import Store
 
 KEYS = [bytes([number]) * 32 for number in range(3)]
@@ -79,6 +82,51 @@ def test_a_sync_that_fails_was_never_believed(
     assert pages.contains(COLUMN, KEYS).all()
     store.close()
     other.close()
+
+
+def test_who_has_the_lock_alone_sees_what_a_dying_writer_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed while it logs may lose the store's lock before its manifest's."""
+    slow = SlowSync(monkeypatch)
+    store = Store.open(settings(tmp_path))
+    pages = store.namespace(IDENTITY, COLUMN)
+    slow.go_on.set()
+    put(pages, 0, KV, KEYS, Link(ROOT, 0))
+    assert store.flush(60)
+    collection = Index(store.layout, readonly=True)
+    slow.waiting.clear()
+    slow.go_on.clear()
+    put(pages, 0, KV, [bytes([9]) * 32], Link(KEYS[-1], 3))
+    assert slow.waiting.wait(60)
+    collection.refresh()
+    assert len(collection) == len(KEYS)
+    mark = collection.mark()
+    monkeypatch.setattr(os, "fdatasync", lambda fd: None)  # not the collection's own sync
+    collection.refresh(alone=True)
+    assert collection.parents_since(mark) == {KEYS[-1]}
+    slow.go_on.set()
+    store.close()
+
+
+def test_deletions_are_seen_before_they_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(settings(tmp_path))
+    pages = store.namespace(IDENTITY, COLUMN)
+    put(pages, 0, KV, KEYS, Link(ROOT, 0))
+    assert store.flush(60) and pages.contains(COLUMN, KEYS).all()
+    slow = SlowSync(monkeypatch)
+    place = store.index.locate(IDENTITY.id_bytes, column_id(COLUMN), KEYS[-1])[0].stored
+    grave = place.grave(int(place.positions[0]), 1)
+    deletion = threading.Thread(target=bury, args=(store.layout, [grave]))
+    deletion.start()
+    assert slow.waiting.wait(60)
+    store.index.refresh()
+    assert pages.contains(COLUMN, KEYS).tolist() == [True, True, False]
+    slow.go_on.set()
+    deletion.join(60)
+    store.close()
 
 
 KILLED = """
