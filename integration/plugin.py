@@ -7,16 +7,24 @@ whose target is gone are only logged. `missing` therefore looks afterwards wheth
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
+import logging
+import os
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvtier.errors import KvtierError
-from kvtier.integration.patches import replay_boundary
+from kvtier.integration import patches
+from kvtier.integration.patches.scheme import Hook, Patch, lost
+from kvtier.patches import VARIABLE, Choice, choices
+
+log = logging.getLogger(__name__)
 
 BACKEND = "kvtier"
 """The name that --hicache-storage-backend gets."""
@@ -28,25 +36,39 @@ _FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
-class Hook(NamedTuple):
-    """A function of ours on one of SGLang's, and the parameters of the latter that it relies on."""
-
-    target: str
-    type: HookType
-    function: Callable[..., Any]
-    parameters: tuple[str, ...]
-
-
 def load() -> None:
-    """Register the backend and all hooks."""
+    """Register the backend and all hooks, also those of the patches that are on.
+
+    Ends the process for a patch that doesn't exist or whose value makes no sense: of any other
+    exception SGLang would only write a line, and serve without it.
+    """
     StorageBackendFactory.register_backend(BACKEND, "kvtier.integration.storage", "KvtierStorage")
-    for hook in HOOKS:
+    hooks = [*HOOKS]
+    try:
+        for choice, patch in patches_on():
+            patch.install(choice.value)
+            hooks.extend(patch.hooks)
+    except KvtierError as error:
+        sys.exit(f"kvtier: {error}")
+    for hook in hooks:
         HookRegistry.register(hook.target, hook.function, hook.type)
+
+
+@functools.cache
+def patches_on() -> tuple[tuple[Choice, Patch], ...]:
+    """The patches that the environment turns on, and those that are always on, with their code.
+
+    Raises ConfigError for a name that is none.
+    """
+    return tuple((one, patches.code(one.patch.name)) for one in choices(os.environ) if one.on)
 
 
 def missing() -> list[str]:
     """What of SGLang kvtier relies on and doesn't find, in words; empty if all is well."""
     found = [problem for hook in HOOKS if (problem := _problem(hook))]
+    for choice, _ in patches_on():
+        if choice.patch.always:
+            found.extend(patch_problems(choice.patch.name))
     if BACKEND not in StorageBackendFactory._registry:
         found.append("StorageBackendFactory.register_backend (has not taken)")
     try:
@@ -68,6 +90,34 @@ def refuse_if_incomplete() -> None:
         )
 
 
+def patch_problems(name: str) -> list[str]:
+    """What of SGLang a patch relies on and doesn't find, in words; also for one that is off."""
+    patch = patches.code(name)
+    on = any(choice.patch.name == name for choice, _ in patches_on())
+    return lost(patch) + [found for hook in patch.hooks if (found := _problem(hook, taken=on))]
+
+
+def refuse_patches(server_args: Any) -> None:
+    """Raise KvtierError if a patch was asked for that this SGLang or this server can't have."""
+    asked = [(choice, patch) for choice, patch in patches_on() if not choice.patch.always]
+    for choice, patch in asked:
+        name = choice.patch.name
+        remedy = "unset it" if choice.source != VARIABLE else f"take {name} out of it"
+        if problems := patch_problems(name):
+            import sglang
+
+            raise KvtierError(
+                f"{choice.source} turns on {name}, for which this SGLang ({sglang.__version__}) "
+                f"lacks {'; '.join(problems)}: {remedy}, or use SGLang 0.5.23."
+            )
+        if reason := patch.refusal(server_args):
+            raise KvtierError(
+                f"{choice.source} turns on {name}, and {reason}. Change that, or {remedy}."
+            )
+    if asked:
+        log.info("kvtier: patches on: %s", " ".join(choice.patch.name for choice, _ in asked))
+
+
 # --- the hooks ----------------------------------------------------------------------------------
 
 
@@ -82,6 +132,11 @@ def _check_before_start(server_args: Any) -> None:
     """Arguments are resolved in the launcher, before any model is read."""
     from kvtier.integration.preflight import check
 
+    if not getattr(server_args, "_resolution_finished", False):
+        try:
+            refuse_patches(server_args)
+        except KvtierError as error:
+            sys.exit(f"kvtier: {error}")
     check(server_args)
 
 
@@ -192,12 +247,6 @@ HOOKS = (
     ),
     Hook(f"{_HYBRID}.should_backup", HookType.AFTER, _back_up_shards, ("self", "transfer")),
     Hook(
-        replay_boundary.TARGET,
-        HookType.AROUND,
-        replay_boundary.end_prefetch_where_matching_ends,
-        ("self", "request", "last_host_node_id", "new_input_tokens"),
-    ),
-    Hook(
         f"{_ATTACHMENT}.apply_runtime_config",
         HookType.AROUND,
         _pass_prefix_keys,
@@ -218,7 +267,8 @@ HOOKS = (
 # --- whether they took --------------------------------------------------------------------------
 
 
-def _problem(hook: Hook) -> str | None:
+def _problem(hook: Hook, taken: bool = True) -> str | None:
+    """What is wrong with a hook's target and, if it should have `taken`, with the hook."""
     owner, name = hook.target.rsplit(".", 1)
     try:
         function = inspect.getattr_static(pkgutil.resolve_name(owner), name)
@@ -229,7 +279,7 @@ def _problem(hook: Hook) -> str | None:
     lost = [parameter for parameter in hook.parameters if parameter not in parameters]
     if lost:
         return f"{hook.target} (without {', '.join(lost)})"
-    if not any(hook.function is held for layer in layers for held in _held(layer)):
+    if taken and not any(hook.function is held for layer in layers for held in _held(layer)):
         return f"{hook.target} (the hook has not taken)"
     return None
 

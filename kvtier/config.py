@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
+from kvtier.patches import VARIABLES as PATCH_VARIABLES
 from kvtier.sizes import exact_size, parse_size
 
 PREFIX = "KVTIER_"
@@ -148,7 +149,7 @@ class Config:
             if not variable.startswith(PREFIX) or _SERVICE_LINK.fullmatch(variable):
                 continue
             name = _known(variable, _VARIABLES, "environment variable")
-            if text.strip():
+            if name and text.strip():
                 values[name] = _checked(variable, SETTINGS[name], text)
         for key, value in (extra or {}).items():
             if key in SGLANG_KEYS:
@@ -161,6 +162,7 @@ class Config:
 
 SETTINGS: dict[str, _Setting] = {f.name: f.metadata["setting"] for f in fields(Config)}
 _VARIABLES = {PREFIX + name.upper(): name for name in SETTINGS}
+_VARIABLES |= dict.fromkeys(PATCH_VARIABLES, "")  # no settings of a store
 
 
 def describe() -> list[ConfigRow]:

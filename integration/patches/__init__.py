@@ -1,1 +1,16 @@
-"""Hooks that mend what SGLang does with any tier below it: one file each, dated by its version."""
+"""Hooks that mend what SGLang does: one file each, named as in kvtier.patches.
+
+docs/patches.md says what SGLang does and where, how each is tested and when it can go.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from kvtier.integration.patches.scheme import Patch
+
+
+def code(name: str) -> Patch:
+    """The hooks of a patch of kvtier.patches.PATCHES."""
+    patch: Patch = importlib.import_module(f"{__name__}.{name}").PATCH
+    return patch

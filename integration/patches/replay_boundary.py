@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-TARGET = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_from_storage"
+from sglang.srt.plugins.hook_registry import HookType
+
+from kvtier.integration.patches.scheme import Hook, Patch
 
 
 def end_prefetch_where_matching_ends(
@@ -32,3 +34,18 @@ def end_prefetch_where_matching_ends(
         end = len(new_input_tokens) - (computed_again - 1)
         new_input_tokens = new_input_tokens[: max(0, end)]
     return original(tree, request, last_host_node_id, new_input_tokens, *args, **kwargs)
+
+
+_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+
+PATCH = Patch(
+    hooks=(
+        Hook(
+            f"{_TREE}.prefetch_from_storage",
+            HookType.AROUND,
+            end_prefetch_where_matching_ends,
+            ("self", "request", "last_host_node_id", "new_input_tokens"),
+        ),
+    ),
+    relies_on=(f"{_TREE}.swa_reprefill_tail_tokens",),
+)

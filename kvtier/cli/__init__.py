@@ -10,6 +10,7 @@ from kvtier import __version__
 from kvtier.cli.fsck import fsck
 from kvtier.cli.gc import gc
 from kvtier.cli.inspect import inspect
+from kvtier.cli.patches import patches
 from kvtier.errors import KvtierError
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(inspect)
 app.command()(gc)
 app.command()(fsck)
+app.command()(patches)
 
 
 @app.callback(invoke_without_command=True)
