@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
+from kvtier.limits import Amount, Limits, parse_amount
 from kvtier.patches import VARIABLES as PATCH_VARIABLES
 from kvtier.sizes import exact_size, parse_size
 
@@ -39,7 +40,7 @@ _SERVICE_LINK = re.compile(
     r"KVTIER_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 
 class _Setting(NamedTuple):
@@ -50,6 +51,8 @@ class _Setting(NamedTuple):
     low: float = 0
     high: float = 0
     choices: tuple[str, ...] = ()
+    optional: bool = False
+    """None is a value: nothing of the kind."""
 
 
 class ConfigRow(NamedTuple):
@@ -66,8 +69,8 @@ def _setting(default: Any, kind: str, meaning: str, **limits: Any) -> Any:
     return field(default=default, metadata={"setting": _Setting(kind, meaning, **limits)})
 
 
-def _size(default: int, low: int, high: int, meaning: str) -> Any:
-    return _setting(default, "size", meaning, low=low, high=high)
+def _size(default: int | None, low: int, high: int, meaning: str) -> Any:
+    return _setting(default, "size", meaning, low=low, high=high, optional=default is None)
 
 
 def _seconds(default: float, low: float, high: float, meaning: str) -> Any:
@@ -86,6 +89,14 @@ def _choice(default: str, choices: tuple[str, ...], meaning: str) -> Any:
     return _setting(default, "choice", meaning, choices=choices)
 
 
+_LIMIT = _Setting(
+    "amount",
+    "What the directory may take; `kvtier limit` changes it while servers run",
+    optional=True,
+)
+_MIN_FREE = _Setting("amount", "What is left free on the file system, whoever fills it")
+
+
 @dataclass(frozen=True)
 class Config:
     """All settings, checked. Sizes are bytes, times are seconds.
@@ -99,6 +110,11 @@ class Config:
     )
     fingerprint: str = _choice(
         "sampled", ("sampled", "full"), "How the weights are recognised: docs/identity.md"
+    )
+    limit: Amount | None = field(default=None, metadata={"setting": _LIMIT})
+    min_free: Amount = field(default=Amount(percent=5.0), metadata={"setting": _MIN_FREE})
+    daily_writes: int | None = _size(
+        None, 0, 1024 * TIB, "What may be written in a day (UTC); once spent, puts are refused"
     )
     commit_interval: float = _seconds(
         0.2, 0.0, 60.0, "Longest time a stored page waits to become durable and visible"
@@ -136,6 +152,11 @@ class Config:
                     f"{exact_size(getattr(self, larger))}: raise {larger}"
                     f"{' to twice that' if times == 2 else ''} or lower commit_size."
                 )
+
+    @property
+    def limits(self) -> Limits:
+        """What the store may take and write, as far as these settings say."""
+        return Limits(self.limit, self.min_free, self.daily_writes)
 
     @classmethod
     def load(cls, extra: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Config:
@@ -190,6 +211,8 @@ def _known(name: object, valid: Mapping[str, str], what: str) -> str:
 
 def _checked(name: str, setting: _Setting, value: object) -> Any:
     """`value` as its setting's type. Raises ConfigError naming `name`, the value and the range."""
+    if value is None and setting.optional:
+        return None
     try:
         parsed = _PARSERS[setting.kind](value)
     except ConfigError as error:
@@ -206,6 +229,7 @@ def _allowed(setting: _Setting) -> str:
     low, high = _spelled(setting.kind, setting.low), _spelled(setting.kind, setting.high)
     return {
         "size": f"a size from {low} to {high}",
+        "amount": "a size, or a share of the file system like 80%",
         "seconds": f"seconds from {low} to {high}",
         "count": f"a whole number from {low} to {high}",
         "path": "a path",
@@ -274,6 +298,7 @@ def _parse_choice(value: object) -> str:
 _PARSERS: dict[str, Callable[[object], Any]] = {
     "path": _parse_path,
     "size": _parse_size,
+    "amount": parse_amount,
     "seconds": _parse_seconds,
     "count": _parse_count,
     "switch": _parse_switch,
