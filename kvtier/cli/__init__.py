@@ -10,7 +10,9 @@ from kvtier import __version__
 from kvtier.cli.fsck import fsck
 from kvtier.cli.gc import gc
 from kvtier.cli.inspect import inspect
+from kvtier.cli.launch import launch
 from kvtier.cli.patches import patches
+from kvtier.cli.plan import plan
 from kvtier.errors import KvtierError
 
 app = typer.Typer(
@@ -25,6 +27,8 @@ app.command()(inspect)
 app.command()(gc)
 app.command()(fsck)
 app.command()(patches)
+app.command(context_settings={"allow_extra_args": True})(launch)
+app.command()(plan)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,0 +1,179 @@
+"""The preflight: what of a machine would make a start fail, be slow or be unsafe, in words."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvtier.errors import KvtierError
+from kvtier.integration.launcher import plan
+from kvtier.integration.launcher.command import Command, Wanted, fits
+from kvtier.integration.launcher.drive import measure
+from kvtier.integration.launcher.machine import UNLIMITED, Machine
+from kvtier.integration.launcher.profiles import Profile
+from kvtier.sizes import format_size
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the preflight."""
+
+    level: str
+    """"error": the start would fail or do harm; "warning"; "note"."""
+    text: str
+
+
+def preflight(
+    profile: Profile, command: Command, wanted: Wanted, machine: Machine
+) -> list[Finding]:
+    """All findings, errors first. Reads and writes 64 MiB of the store's drive."""
+    found = [
+        *_cards(profile, machine),
+        *_memory(profile, command, machine),
+        *_paths(profile, wanted),
+        *_store(profile, command, wanted, machine),
+        *_kernel(machine),
+    ]
+    return sorted(found, key=lambda finding: ("error", "warning", "note").index(finding.level))
+
+
+def effective(profile: Profile, command: Command) -> Profile:
+    """The profile with the settings that the command has in the end."""
+    return replace(profile, settings=tuple(command.settings))
+
+
+def _cards(profile: Profile, machine: Machine) -> Iterator[Finding]:
+    if not profile.cards:
+        return
+    wanted = ", ".join(map(str, profile.cards))
+    if len(machine.cards) < sum(cards.count for cards in profile.cards):
+        yield Finding(
+            "error",
+            f"{profile.name} needs {wanted}; nvidia-smi shows {len(machine.cards)} cards: choose "
+            "another profile (kvtier launch --list).",
+        )
+    elif not fits(profile, machine):
+        sizes = ", ".join(f"{card.gib:g}" for card in machine.cards)
+        yield Finding(
+            "warning", f"{profile.name} is for {wanted}; the cards here have {sizes} GiB."
+        )
+    if machine.cards_on_bus > len(machine.cards):
+        yield Finding(
+            "warning",
+            f"{machine.cards_on_bus} cards are on the PCIe bus and nvidia-smi shows "
+            f"{len(machine.cards)}: one has not come up (power, riser, pci=realloc).",
+        )
+    if machine.link in ("NODE", "SYS"):
+        yield Finding(
+            "warning",
+            f"Cards are {machine.link} apart (nvidia-smi topo -m): NCCL goes through host memory "
+            "between them. Put all cards of a server below one CPU.",
+        )
+    elif machine.link:
+        yield Finding("note", f"The farthest cards are {machine.link} apart.")
+    for bus in machine.bar_too_small:
+        yield Finding(
+            "warning", f"{bus}: BAR 1 is smaller than the card can: turn on Resizable BAR."
+        )
+
+
+def _memory(profile: Profile, command: Command, machine: Machine) -> Iterator[Finding]:
+    if profile.model is None:
+        return
+    cards = [card.gib for card in machine.cards] if fits(profile, machine) else profile.gib
+    planned = plan.plan(effective(profile, command), cards)
+    if not planned.row.fits:
+        yield Finding(
+            "error",
+            f"{planned.slots} slots leave {format_size(min(planned.row.free))} free on a card, "
+            f"less than {format_size(plan.LEAST_FREE)}: a long prompt would run out of memory. "
+            f"kvtier plan {profile.name} shows what fits.",
+        )
+    if machine.memory and machine.memory < planned.host:
+        yield Finding(
+            "error",
+            f"Host memory is {format_size(machine.memory)}; {format_size(planned.engram)} of "
+            f"Engram tables, the host tier of {profile.model.ranks} ranks and a margin need "
+            f"{format_size(planned.host)}: lower --hicache-ratio or --max-total-tokens.",
+        )
+    if not planned.engram:
+        return
+    if machine.locked_memory not in (UNLIMITED, 0) and machine.locked_memory < planned.host:
+        yield Finding(
+            "warning",
+            f"A process may lock only {format_size(machine.locked_memory)} (ulimit -l): raise it "
+            "to unlimited, as the unit of --write-systemd does.",
+        )
+    if machine.shared_huge_pages not in ("", "always", "advise", "within_size", "force"):
+        yield Finding(
+            "warning",
+            "Shared memory gets no huge pages, and Engram lookups are about ten times slower: "
+            "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled.",
+        )
+
+
+def _paths(profile: Profile, wanted: Wanted) -> Iterator[Finding]:
+    local = wanted.model.startswith(("/", ".", "~"))
+    if local and not Path(wanted.model).expanduser().is_dir():
+        yield Finding("error", f"There is no model at {wanted.model}: give its folder to --model.")
+    if wanted.keys is None:
+        return
+    try:
+        mode = stat.S_IMODE(wanted.keys.stat().st_mode)
+    except OSError as error:
+        yield Finding("error", f"--keys {wanted.keys}: {error.strerror}.")
+        return
+    if mode & 0o077:
+        yield Finding(
+            "error", f"Others can read the keys in {wanted.keys}: chmod 600 {wanted.keys}."
+        )
+
+
+def _store(
+    profile: Profile, command: Command, wanted: Wanted, machine: Machine
+) -> Iterator[Finding]:
+    drive = machine.drive
+    if drive is None or command.value("hicache-storage-backend") is None:
+        return
+    on = f"The store {wanted.store} is on {drive.file_system or 'an unknown file system'}"
+    if drive.file_system in ("tmpfs", "ramfs", "overlay"):
+        yield Finding(
+            "warning", f"{on}, which does not outlive the machine or the container: --store."
+        )
+    if drive.raid == "raid0":
+        yield Finding("note", f"{on}, RAID0 ({drive.device}): losing one drive loses the store.")
+    if drive.write_cache == "write back":
+        yield Finding(
+            "note",
+            f"{drive.device} has a write cache; each commit flushes it (measured below). Drives "
+            "with power-loss protection flush at once.",
+        )
+    try:
+        speed = measure(wanted.store)
+    except KvtierError as error:
+        yield Finding("warning", f"{error} The server starts without the tier.")
+        return
+    text = (
+        f"{on}, {drive.options}: {format_size(speed.free)} free, read {speed.read / 1e9:.1f} "
+        f"GB/s{'' if speed.direct else ' (no O_DIRECT)'}, sync {speed.sync * 1e3:.1f} ms"
+    )
+    if profile.model is not None:
+        planned = plan.plan(effective(profile, command), profile.gib, drive_rate=speed.read)
+        longest = planned.sessions[-1]
+        text += f"; a session of {longest.tokens:,} tokens is back in about {longest.seconds:.1f} s"
+    yield Finding("note", f"{text}.")
+
+
+def _kernel(machine: Machine) -> Iterator[Finding]:
+    if not machine.cards:
+        return
+    flags = " ".join(machine.kernel) or "none of iommu, pcie_aspm, pci"
+    yield Finding("note", f"Kernel flags: {flags}; ASPM {machine.aspm or 'unknown'}.")
+    if machine.link == "PHB" and not {"amd_iommu=off", "iommu=pt"} & set(machine.kernel):
+        yield Finding(
+            "note",
+            "The reference rig runs with amd_iommu=off iommu=pt pcie_aspm=off pci=realloc: with "
+            "an IOMMU between them cards may not reach each other directly.",
+        )

@@ -1,0 +1,200 @@
+"""From a profile to the exact environment and command line that are run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+from kvtier.integration.launcher import plan
+from kvtier.integration.launcher.machine import Machine, p2p_level
+from kvtier.integration.launcher.profiles import Profile, Setting
+from kvtier.patches import PATCHES, VARIABLE
+
+ALIASES = {
+    "enable-hicache": "enable-hierarchical-cache",
+    "ep": "ep-size",
+    "expert-parallel-size": "ep-size",
+    "model": "model-path",
+    "tensor-parallel-size": "tp-size",
+    "tp": "tp-size",
+}
+"""Other names that SGLang 0.5.23 has for flags of the profiles (a test compares them)."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a person asked for beside the profile."""
+
+    model: str
+    store: Path
+    keys: Path | None = None
+    """File of SGLang's --config with the API keys, so that no key is in the process list."""
+    flags: Sequence[str] = ()
+    """What follows `--`."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is run. `settings` are all that went into it, with the reasons, in order."""
+
+    environment: dict[str, str]
+    arguments: list[str]
+    """Of `sglang serve`."""
+    settings: list[Setting]
+
+    def value(self, flag: str) -> str | None:
+        """The value that a flag has in the end, "" for one without; None if it isn't there."""
+        found: str | None = None
+        for name, value in split_flags(self.arguments):
+            if name == flag:
+                found = value or ""
+        return found
+
+    def shell(self, program: str = "sglang") -> str:
+        """Environment and command, ready to paste into a shell."""
+        lines = [f"{k}={shlex.quote(v)}" for k, v in self.environment.items()]
+        lines += [f"{shlex.quote(program)} serve"]
+        words: list[str] = []
+        for word in self.arguments:
+            if word.startswith("--") or not words:
+                words.append(shlex.quote(word))
+            else:
+                words[-1] += f" {shlex.quote(word)}"
+        return " \\\n".join(lines + [f"    {word}" for word in words])
+
+
+def build(
+    profile: Profile,
+    wanted: Wanted,
+    machine: Machine,
+    *,
+    machine_environment: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Command:
+    """The command of a profile on a machine.
+
+    What is stronger comes later: the profile, what is derived from the machine, the machine file,
+    variables that are set already (`environ`), flags after `--`.
+    """
+    settings = _derived(_resolved(list(profile.settings), profile, machine), machine)
+    for name, value in (machine_environment or {}).items():
+        settings = _set(settings, "environment", name, value, "The machine file sets it.")
+    settings = _model_and_store(settings, wanted)
+    environment = _environment(settings)
+    for name, value in (environ or {}).items():
+        if environment.get(name, value) != value:
+            environment[name] = value
+            settings = _set(settings, "environment", name, value, "Your environment sets it.")
+    given = {name for name, _ in split_flags(wanted.flags)}
+    own = [s for s in settings if s.kind == "sglang" and s.name not in given]
+    arguments = [word for setting in own for word in _words(setting)]
+    shown = [s for s in settings if s.kind != "sglang"] + own
+    shown += [
+        Setting("sglang", name, value or True, "You gave it after --.", source="command line")
+        for name, value in split_flags(wanted.flags)
+    ]
+    return Command(environment, arguments + list(wanted.flags), shown)
+
+
+def split_flags(words: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Names without dashes, aliases resolved, and values of a command line's flags."""
+    found: list[tuple[str, str | None]] = []
+    for word in words:
+        if re.match(r"--[a-zA-Z]", word):
+            name, equals, value = word[2:].partition("=")
+            found.append((ALIASES.get(name, name), value if equals else None))
+        elif found:
+            name, before = found[-1]
+            found[-1] = (name, word if before is None else f"{before} {word}")
+    return found
+
+
+def _resolved(settings: list[Setting], profile: Profile, machine: Machine) -> list[Setting]:
+    """An expert split of "auto" becomes numbers, by the cards that are there."""
+    split = profile.get("patches", "expert_split")
+    if split is None or split.value != "auto" or profile.model is None:
+        return settings
+    cards = [card.gib for card in machine.cards]
+    source = "computed from the cards found"
+    if not fits(profile, machine):
+        cards, source = profile.gib, "computed from the profile's cards"
+    counts = plan.expert_split(profile.model, cards)
+    resolved = replace(split, value=",".join(map(str, counts)), source=source)
+    return [resolved if s is split else s for s in settings]
+
+
+def fits(profile: Profile, machine: Machine) -> bool:
+    """Whether the machine's cards are those of the profile, in whatever order."""
+    found, wanted = sorted(card.gib for card in machine.cards), sorted(profile.gib)
+    return len(found) == len(wanted) and all(
+        abs(a - b) <= 0.03 * b for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def _derived(settings: list[Setting], machine: Machine) -> list[Setting]:
+    """What follows from the machine, where its facts could be read."""
+    if machine.link:
+        kept = [s for s in settings if s.name != "NCCL_P2P_LEVEL"]
+        level = p2p_level(machine.link)
+        if level is None:
+            settings = kept
+        else:
+            why = (
+                "nvidia-smi topo -m has pairs of cards at a host bridge (PHB) and none farther: "
+                "they talk to each other directly and not through host memory."
+            )
+            measured = "All-reduce 3.83 -> 19.57 GB/s on the reference rig."
+            derived = Setting("environment", "NCCL_P2P_LEVEL", level, why, measured, "derived")
+            settings = [*kept, derived]
+    if any(card.numa == -1 for card in machine.cards):
+        why = "The firmware names no NUMA node for a card (usual in virtual machines)."
+        settings = _set(settings, "environment", "SGLANG_AUTO_NUMA_BIND", "0", why)
+    return settings
+
+
+def _model_and_store(settings: list[Setting], wanted: Wanted) -> list[Setting]:
+    extra = {s.name: s.value for s in settings if s.kind == "store"} | {"root": str(wanted.store)}
+    first = Setting("sglang", "model-path", wanted.model, "You gave it.", source="command line")
+    settings = [first, *settings]
+    if any((s.kind, s.name) == ("sglang", "enable-hierarchical-cache") for s in settings):
+        why = "Where the store is, and its settings (docs: README, Settings)."
+        text = json.dumps(extra)
+        settings = _set(settings, "sglang", "hicache-storage-backend-extra-config", text, why)
+    if wanted.keys:
+        why = "API keys come from a file of yours and are never in the process list."
+        settings = _set(settings, "sglang", "config", str(wanted.keys), why)
+    return settings
+
+
+def _set(settings: list[Setting], kind: str, name: str, value: str, why: str) -> list[Setting]:
+    kept = [s for s in settings if (s.kind, s.name) != (kind, name)]
+    return [*kept, Setting(kind, name, value, why, source="this machine")]
+
+
+def _environment(settings: list[Setting]) -> dict[str, str]:
+    variables = {s.name: str(s.value) for s in settings if s.kind == "environment"}
+    named, by_name = [], {patch.name: patch for patch in PATCHES}
+    for setting in settings:
+        if setting.kind != "patches":
+            continue
+        variable = by_name[setting.name].variable
+        if setting.value is True:
+            named.append(setting.name)
+        elif variable:
+            variables[variable] = str(setting.value)
+        else:
+            raise ConfigError(f"The patch {setting.name} takes no value: leave value out.")
+    if named:
+        variables[VARIABLE] = ",".join(named)
+    return variables
+
+
+def _words(setting: Setting) -> list[str]:
+    if setting.value is True:
+        return [f"--{setting.name}"]
+    return [] if setting.value is False else [f"--{setting.name}", str(setting.value)]

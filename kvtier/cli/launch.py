@@ -1,0 +1,248 @@
+"""`kvtier launch`: one command from a profile to a served model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from kvtier import place
+from kvtier.cli.common import out, progress
+from kvtier.errors import ConfigError, KvtierError
+
+if TYPE_CHECKING:
+    from kvtier.integration.launcher.command import Command, Wanted
+    from kvtier.integration.launcher.machine import Machine
+    from kvtier.integration.launcher.profiles import Profile
+
+
+def launch(
+    context: typer.Context,
+    name: Annotated[
+        str, typer.Argument(metavar="[PROFILE]", help="A name of --list, or a TOML file.")
+    ] = "",
+    *,
+    model: Annotated[str, typer.Option(metavar="PATH", help="Folder of the model.")] = "",
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="ROOT",
+            help="The store, or the mount that holds it in kvtier/.",
+            show_default="KVTIER_ROOT, else /mnt/scratch, else the user's cache directory",
+        ),
+    ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="YAML with api-key and admin-api-key, mode 0600."),
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SETTING", help="Leave a setting of the profile out; repeatable."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print environment and command, and start nothing.")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say why each setting is there and what it gave.")
+    ] = False,
+    preflight: Annotated[
+        bool, typer.Option("--preflight", help="Check the machine, and start nothing.")
+    ] = False,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Start although the preflight finds errors.")
+    ] = False,
+    save_machine: Annotated[
+        bool, typer.Option("--save-machine", help="Write the machine's facts to its file.")
+    ] = False,
+    write_systemd: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a systemd unit for this launch; - prints it."),
+    ] = None,
+    show_list: Annotated[
+        bool, typer.Option("--list", help="Show the profiles and what they need.")
+    ] = False,
+) -> None:
+    """Serve a model with SGLang and kvtier below it, and keep it served.
+
+    Without a profile, proposes one for the cards it finds. What follows `--` goes to SGLang and
+    wins. SIGTERM ends requests, commits, and stops; a second one kills.
+
+    Examples:
+
+    * `kvtier launch --list`
+    * `kvtier launch rtxpro-mixed --model /models/DeepSeek-V4.1-Flash --store /mnt/nvme`
+    * `kvtier launch generic --model /models/llama --dry-run -- --tp-size 2`
+    * `kvtier launch h200-4x --model /models/DeepSeek-V4.1-Flash --explain`
+    """
+    from kvtier.integration.launcher import machine, profiles
+    from kvtier.integration.launcher.command import Wanted
+
+    if show_list:
+        _list()
+        return
+    if not name:
+        _propose(machine.read())
+    profile = profiles.load(name, without or ())
+    if not model and not (explain or save_machine):
+        raise ConfigError("Say which model to serve: --model PATH.")
+    wanted = Wanted(
+        model=_absolute(model) or "PATH",
+        store=place.find_store(store),
+        keys=keys.expanduser().absolute() if keys else None,
+        flags=tuple(context.args),
+    )
+    here = machine.read(wanted.store)
+    command = _command(profile, wanted, here, save_machine=save_machine)
+    if explain:
+        _explain(profile, command)
+    elif write_systemd:
+        _write_unit(write_systemd, name, wanted, without or [])
+    elif dry_run:
+        from kvtier.integration.launcher.supervisor import find_program
+
+        print(command.shell(find_program(os.environ)[0]))
+    elif not save_machine or preflight:
+        sound = _preflight(profile, command, wanted, here)
+        if preflight or not (sound or anyway):
+            raise typer.Exit(0 if sound else 1)
+        raise typer.Exit(_serve(command, wanted))
+
+
+def _command(profile: Profile, wanted: Wanted, here: Machine, *, save_machine: bool) -> Command:
+    """The command of the profile on this machine, with a warning for all that is odd."""
+    from kvtier.integration.launcher import dead_ends, machine_file
+    from kvtier.integration.launcher.command import build
+
+    saved = machine_file.load(machine_file.place())
+    command = build(
+        profile, wanted, here, machine_environment=saved.environment, environ=os.environ
+    )
+    for warning in dead_ends.warnings(profile, command):
+        _warn(warning)
+    if save_machine:
+        machine_file.save(saved, here)
+        out.print(f"Saved to {saved.path}", highlight=False)
+    else:
+        for difference in machine_file.differences(saved, here):
+            _warn(f"{difference}, says {saved.path}; kvtier launch --save-machine takes it over")
+    return command
+
+
+def _preflight(profile: Profile, command: Command, wanted: Wanted, here: Machine) -> bool:
+    """Show what the checks find; whether none is an error."""
+    from kvtier.integration.launcher.checks import preflight
+
+    findings = preflight(profile, command, wanted, here)
+    for finding in findings:
+        colour = {"error": "red", "warning": "yellow"}.get(finding.level, "dim")
+        progress.print(
+            f"[{colour}]{finding.level}:[/] {escape(finding.text)}", highlight=False, soft_wrap=True
+        )
+    return all(finding.level != "error" for finding in findings)
+
+
+def _serve(command: Command, wanted: Wanted) -> int:
+    from kvtier.integration.launcher.supervisor import Supervisor, find_program
+
+    program, path = find_program(os.environ)
+    host = command.value("host") or "127.0.0.1"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    scheme = "https" if command.value("ssl-certfile") else "http"
+    shown = f"[{host}]" if ":" in host else host
+    return Supervisor(
+        program,
+        ["serve", *command.arguments],
+        {**os.environ, "PATH": path, **command.environment},
+        url=f"{scheme}://{shown}:{command.value('port') or 30000}",
+        store=wanted.store if command.value("hicache-storage-backend") is not None else None,
+        model=wanted.model,
+    ).run()
+
+
+def _list() -> None:
+    from kvtier.integration.launcher import plan, profiles
+
+    table = Table("profile", "for", "needs", "host memory", "state", box=None)
+    for name in profiles.names():
+        profile = profiles.load(name)
+        memory = ""
+        if profile.model is not None:
+            memory = f"{plan.plan(profile, profile.gib).host / plan.GB:,.0f} GB"
+        needs = ", ".join(map(str, profile.cards)) or "nothing in particular"
+        table.add_row(name, profile.summary, needs, memory, profile.state)
+    out.print(table, highlight=False)
+
+
+def _propose(here: Machine) -> None:
+    """End with the profile for the cards that are here."""
+    from kvtier.integration.launcher import profiles
+    from kvtier.integration.launcher.command import fits
+
+    found = ", ".join(f"{card.name} ({card.gib:g} GiB)" for card in here.cards) or "no cards"
+    for name in profiles.names():
+        profile = profiles.load(name)
+        kinds = [cards.name for cards in profile.cards]
+        if (
+            kinds
+            and fits(profile, here)
+            and all(any(kind in card.name for kind in kinds) for card in here.cards)
+        ):
+            raise KvtierError(
+                f"Name a profile: for {found} there is {name} ({profile.summary}): "
+                f"kvtier launch {name} --model PATH."
+            )
+    raise KvtierError(
+        f"Name a profile: for {found} only generic fits, kvtier launch generic --model PATH; "
+        "kvtier launch --list shows the others."
+    )
+
+
+def _explain(profile: Profile, command: Command) -> None:
+    out.print(f"{profile.name}: {profile.summary}. {profile.state}.", highlight=False)
+    for kind in ("environment", "patches", "store", "sglang"):
+        for setting in (s for s in command.settings if s.kind == kind):
+            dashes = "--" if kind == "sglang" else ""
+            value = "" if setting.value is True else f" {setting.value}"
+            out.print(f"\n[bold]{dashes}{escape(setting.name + value)}[/]", highlight=False)
+            about = f"{setting.why} [{setting.source}]"
+            out.print(f"    {escape(about)}", highlight=False, soft_wrap=True)
+            measured = setting.measured or "not measured by itself"
+            out.print(f"    Measured: {escape(measured)}", highlight=False, soft_wrap=True)
+
+
+def _write_unit(file: Path, name: str, wanted: Wanted, without: list[str]) -> None:
+    from kvtier.integration.launcher import profiles, systemd
+
+    own = str(Path(name).expanduser().absolute()) if profiles.is_path(name) else name
+    words = ["launch", own]
+    words += ["--model", wanted.model, "--store", str(wanted.store)]
+    words += ["--keys", str(wanted.keys)] if wanted.keys else []
+    words += [word for setting in without for word in ("--without", setting)]
+    words += ["--", *wanted.flags] if wanted.flags else []
+    mounts = [wanted.store, *([Path(wanted.model)] if wanted.model.startswith("/") else [])]
+    program = Path(sys.executable).parent / "kvtier"
+    description = f"kvtier: {Path(wanted.model).name} with profile {name}"
+    text = systemd.unit(program, words, description=description, mounts=mounts)
+    if str(file) == "-":
+        print(text, end="")
+        return
+    file.write_text(text)
+    out.print(
+        f"Wrote {file}. Then: systemctl daemon-reload && systemctl enable --now {file.name}",
+        highlight=False,
+    )
+
+
+def _absolute(model: str) -> str:
+    """A folder by its whole path, for a unit runs elsewhere; a name of a hub as it is."""
+    path = Path(model).expanduser()
+    return str(path.absolute()) if model[:1] in ("/", ".", "~") or path.is_dir() else model
+
+
+def _warn(text: str) -> None:
+    progress.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
