@@ -142,6 +142,7 @@ def package_version(name: str) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("plans", nargs="+", choices=PLANS)
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="of the plans' cases")
     parser.add_argument("--cards", default="0", help="their numbers, with commas")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("work"), help="stores and logs")
@@ -153,7 +154,11 @@ def main() -> int:
     parser.add_argument("--engine", help="SGLang's options instead of those for GPUs")
     options = parser.parse_args()
     cards = tuple(int(card) for card in options.cards.split(","))
-    run = Run([case for plan in options.plans for case in PLANS[plan](cards)], options)
+    cases = [case for plan in options.plans for case in PLANS[plan](cards)]
+    names = [case.name for case in cases]
+    if unknown := set(options.only or ()) - set(names):
+        parser.error(f"no case is called {' or '.join(sorted(unknown))}, but {', '.join(names)}")
+    run = Run([case for case in cases if case.name in (options.only or names)], options)
     run.run()
     print(table(run.results))
     return 0

@@ -34,8 +34,10 @@ def prompt(seed: object, count: int) -> list[int]:
 
 
 def warm_up(server: Server, seed: str) -> None:
-    """What a process does once, such as compiling kernels, is not the prompts' time."""
-    server.ask(prompt(seed, server.case.medium))
+    """What a process does once, such as compiling kernels, is not the prompts' time: those of a
+    prompt that is computed, and those of one that is cached."""
+    for _ in range(2):
+        server.ask(prompt(seed, server.case.medium))
 
 
 def difference(one: Logprobs, other: Logprobs) -> float:
@@ -83,10 +85,12 @@ class Restart:
             tokens = prompt(f"session {length}", length)
             self.cold[length] = server.ask(tokens)
             self.device[length] = server.ask(tokens)
+            again = server.ask(tokens)
             result.setdefault("prompts", {})[length] = {
                 "cold": self.cold[length].row(),
                 "device": self.device[length].row(),
                 "device_to_cold": compared(self.device[length], self.cold[length]),
+                "device_to_device": compared(again, self.device[length]),
             }
         if self.lengths:
             result["control"] = self.control(min(self.lengths))
@@ -113,11 +117,20 @@ class Restart:
             row["restored_to_device"] = compared(restored, self.device[length])
             row["restored_to_cold"] = compared(restored, self.cold[length])
             if length not in self.case.tokens:
+                row["without_patch"] = self.without_patch(tokens)
                 row["next_turn"] = server.ask(tokens + prompt("next turn", 300)).row()
         server.flush()
         for length in self.case.tokens:
             again = server.ask(prompt(f"session {length}", length))
             self.result["prompts"][length]["restored_again"] = again.row()
+
+    def without_patch(self, tokens: Sequence[int]) -> Result:
+        """The same prompt restored as SGLang would without kvtier's patch of its prefetch."""
+        server = self.server
+        server.flush()
+        forget(server.store)
+        with server.unpatched():
+            return server.ask(tokens).row()
 
 
 def check_pages_under_load(server: Server) -> list[Result]:

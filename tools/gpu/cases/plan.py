@@ -54,6 +54,8 @@ V4 = (
     *("--max-total-tokens", "65536", "--moe-runner-backend", "triton", "--page-size", "256"),
     # Compiling the decode kernels takes minutes the first time, with graphs before the start.
     *("--cuda-graph-backend-decode", "disabled"),
+    # And the prefill's kernels more minutes, in which the server must not take itself for stuck.
+    *("--watchdog-timeout", "1800"),
 )
 FP8_EXPERTS = {"SGLANG_DSV4_FP4_EXPERTS": "0"}
 
@@ -95,12 +97,13 @@ def deepseek(cards: Cards) -> list[Case]:
     """The shrunken DeepSeek models in the configurations that may run on Hopper."""
     encoder = "--enable-encoder-swa-bounded-replay"
     configurations = {
-        "v4": ("dsv4",),
         "v4.1": ("dsv41",),
         "v4.1-encoder-replay": ("dsv41", encoder),
         "v4.1-no-replay": ("dsv41", "--no-enable-decoder-swa-bounded-replay"),
         "v4.1-bf16": ("dsv41-bf16",),
         "v4.1-bf16-encoder-replay": ("dsv41-bf16", encoder),
+        "v4": ("dsv4",),
+        "v4-encoder-replay": ("dsv4", encoder),
     }
     return [
         Case(name, MODELS / model, "kvtier", (card,), 1, (20_000,), REMAINDERS,

@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -221,6 +221,16 @@ class Server:
     def flush(self) -> None:
         """Empty the caches on the device and in host memory."""
         self._open("POST", "/flush_cache?timeout=30").close()
+
+    @contextlib.contextmanager
+    def unpatched(self) -> Iterator[None]:
+        """Without kvtier's patch of the prefetch (probe plugin)."""
+        marker = self.folder / "probe.unpatched"
+        marker.touch()
+        try:
+            yield
+        finally:
+            marker.unlink()
 
     def check_pages(self) -> list[dict[str, Any]]:
         """Have every rank compare the pages it stored with those on its device (probe plugin)."""
