@@ -127,6 +127,9 @@ class Catalog:
         self._cache: dict[int, tuple[int, Run]] = {}
         self._graves: dict[tuple[bytes, int], list[tuple[int, int]]] = {}
         self._wipes: dict[tuple[bytes, bytes], int] = {}
+        self._doomed: dict[bytes, list[Grave]] = {}
+        self._doomed_places: U64 | None = None
+        """Sorted; None if it is to be made anew from `_doomed`."""
         self._families: dict[bytes, dict[int, tuple[int, ...]]] = {}
         self.columns: dict[bytes, dict[int, Column]] = {}
         """Namespace to column ids and what they stand for."""
@@ -159,11 +162,16 @@ class Catalog:
 
     # Questions
 
-    def contains(self, namespace: bytes, column: int, keys: bytes) -> Bools:
-        """Which of the 32-byte keys the column has; bool (n,)."""
-        return self.contains_each(namespace, [column], keys)[0]
+    def contains(
+        self, namespace: bytes, column: int, keys: bytes, *, doomed: bool = False
+    ) -> Bools:
+        """Which of the 32-byte keys the column has; bool (n,). `doomed`: also those about to be
+        deleted."""
+        return self.contains_each(namespace, [column], keys, doomed=doomed)[0]
 
-    def contains_each(self, namespace: bytes, columns: Sequence[int], keys: bytes) -> list[Bools]:
+    def contains_each(
+        self, namespace: bytes, columns: Sequence[int], keys: bytes, *, doomed: bool = False
+    ) -> list[Bools]:
         """Which of the 32-byte keys each column has; bool (n,) a column.
 
         Columns that are stored together, as the pools of one model are, cost one lookup.
@@ -173,7 +181,10 @@ class Catalog:
         for salt, family in self._families.get(namespace, {}).items():
             asked = [held for column, held in zip(columns, found, strict=True) if column in family]
             if asked:
-                there = self._entries.find(prints ^ np.uint64(salt)) != MISSING
+                places = self._entries.find(prints ^ np.uint64(salt))
+                there = places != MISSING
+                if self._doomed and not doomed:
+                    there &= ~self._are_doomed(places)
                 for held in asked:
                     np.logical_or(held, there, out=held)
         return found
@@ -237,6 +248,7 @@ class Catalog:
         self._entries.drop_rows(rows)
         for segment in gone:
             segment.live = False
+            self.undoom(segment)
 
     def apply(self, segment: Segment, offset: int, frame: Frame, data: bytes) -> bool:
         """Take in one frame of a manifest; `data` is the whole frame. False if it is damaged or
@@ -249,6 +261,8 @@ class Catalog:
             elif frame.type == FrameType.TOMBSTONE:
                 for grave in decode_tombstone(frame.body):
                     self.bury(grave)
+            elif frame.type == FrameType.DOOM:
+                self._doom(segment.ident, decode_tombstone(frame.body))
             elif frame.type == FrameType.WIPE:
                 namespace, ends = decode_wipe(frame.body)
                 for ident, end in ends:
@@ -272,6 +286,11 @@ class Catalog:
         row = self._row_at(grave.segment_id, grave.frame_offset)
         if row is not None:
             self._drop(row, grave.first, grave.pages)
+
+    def undoom(self, segment: Segment) -> None:
+        """Whoever was about to delete through this segment's manifest is gone."""
+        if self._doomed.pop(segment.ident, None):
+            self._doomed_places = None
 
     def discard(self, grave: Grave) -> None:
         """Hide pages by place, in this catalog only: a snapshot of it has them."""
@@ -317,6 +336,26 @@ class Catalog:
         return Snapshot(state, table, rows, memoryview(kept))
 
     # Inside
+
+    def _doom(self, by: bytes, graves: Sequence[Grave]) -> None:
+        self._doomed.setdefault(by, []).extend(graves)
+        self._doomed_places = None
+
+    def _are_doomed(self, places: U64) -> Bools:
+        if self._doomed_places is None:
+            pieces = [np.zeros(0, np.uint64)]
+            for grave in itertools.chain.from_iterable(self._doomed.values()):
+                row = self._row_at(grave.segment_id, grave.frame_offset)
+                if row is not None:
+                    pages = np.arange(grave.first, grave.first + grave.pages)
+                    pieces.append(pack(np.full(len(pages), row), pages))
+            self._doomed_places = np.sort(np.concatenate(pieces))
+        if not len(self._doomed_places):
+            return np.zeros(len(places), np.bool_)
+        at = np.searchsorted(self._doomed_places, places)
+        at[at == len(self._doomed_places)] = 0
+        found: Bools = self._doomed_places[at] == places
+        return found
 
     def _lookup(self, namespace: bytes, column: int, keys: bytes) -> U64:
         prints = page_prints(keys)
@@ -457,6 +496,10 @@ class Catalog:
                 for (namespace, ident), end in self._wipes.items()
                 if end > applied.get(ident, 1 << 63)
             ],
+            "doomed": [
+                (by.hex(), [(g.segment_id.hex(), g.frame_offset, g.first, g.pages) for g in graves])
+                for by, graves in self._doomed.items()
+            ],
         }
 
     def _load_state(self, state: dict[str, Any]) -> None:
@@ -475,6 +518,8 @@ class Catalog:
             self._graves.setdefault((bytes.fromhex(ident), offset), []).append((first, pages))
         for namespace, ident, end in state["wipes"]:
             self._wipes[bytes.fromhex(namespace), bytes.fromhex(ident)] = end
+        for by, graves in state["doomed"]:
+            self._doom(bytes.fromhex(by), [Grave(bytes.fromhex(i), *rest) for i, *rest in graves])
 
 
 def _groups(rows: Ints) -> list[slice]:

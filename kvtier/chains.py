@@ -53,19 +53,28 @@ class Chains:
     reachable: Bools
     """It and all pages before it are complete."""
     restorable: Bools
-    """Reachable, and with all trailing parts if the namespace has trailing columns."""
+    """A boundary: reachable, with its whole window of every trailing column."""
+    useful: Bools
+    """A boundary is at it or hangs on it: some restore can use it."""
     tail: Bools
     """It has trailing parts."""
+    window: int
+    """Pages of trailing columns that a boundary needs before it; 0 without such columns."""
     bytes: Ints
     """Payload of all its parts."""
     used_ns: Ints
     """Latest time at which it, or a page below it, was stored, restored or extended."""
     children: Ints
     """Number of pages that hang on it."""
+    longest: Ints
+    """The leaf of the longest chain it is part of. Pages with the same one form a path."""
     parts: Ints
     """(m,): page of each stored part; `part_run` and `part_position` say where it is."""
     part_run: Ints
     part_position: Ints
+    part_bytes: Ints
+    part_time: Ints
+    """When it was written, in ns since 1970."""
     runs: list[StoredRun]
 
     def __len__(self) -> int:
@@ -80,10 +89,10 @@ class Chains:
         if not len(self):
             return []
         leaves = self.leaves()
-        kept = _nearest(self.parent, self.restorable)
+        kept = nearest(self.parent, self.restorable)
         tails = _sum_to_root(self.parent, self.tail.astype(np.int64))
         total = _sum_to_root(self.parent, self.bytes)
-        shared = _nearest(self.parent, self._forks())
+        shared = nearest(self.parent, self._forks())
         depth = np.append(self.depth, (0, 0))
         above = np.append(total, (0, 0))
         leaves = leaves[np.argsort(-self.used_ns[leaves], kind="stable")]
@@ -99,6 +108,16 @@ class Chains:
             )
             for leaf in leaves.tolist()
         ]
+
+    def useful_without(self, gone: Bools) -> Bools:
+        """`useful` if the pages `gone`, (n,), were not there."""
+        return _any_below(self.parent, _levels(self.depth), self.restorable & ~gone)
+
+    def above(self, pages: Ints) -> Bools:
+        """The pages and all before them; bool (n,)."""
+        marked = np.zeros(len(self), np.bool_)
+        marked[pages] = True
+        return _any_below(self.parent, _levels(self.depth), marked)
 
     def _forks(self) -> Bools:
         """Pages that more than one leaf hangs on, somewhere below."""
@@ -121,9 +140,12 @@ def chains(index: Index) -> list[Chains]:
 
 def build(namespace: bytes, runs: list[StoredRun], uses: dict[bytes, int]) -> Chains:
     """The chains of one namespace from its live runs and {page key: time in ns}."""
-    columns = {block.column: stored.run.trailing for stored in runs for block in stored.run.blocks}
-    needed = {column for column, trailing in columns.items() if not trailing}
-    trailing = columns.keys() - needed
+    windows: dict[int, int] = {}
+    for stored in runs:
+        for block in stored.run.blocks:
+            windows[block.column] = max(stored.run.window, windows.get(block.column, 0))
+    needed = {column for column, window in windows.items() if not window}
+    trailing = windows.keys() - needed
     parts = _flatten(runs)
     prints = page_prints(parts.keys.tobytes())
     _, first, page = np.unique(prints, return_index=True, return_inverse=True)
@@ -132,13 +154,13 @@ def build(namespace: bytes, runs: list[StoredRun], uses: dict[bytes, int]) -> Ch
     complete = np.ones(count, np.bool_)
     for column in needed:
         complete &= has[column]
-    tail = np.zeros(count, np.bool_)
-    tails_whole = np.ones(count, np.bool_)
-    for column in trailing:
-        tail |= has[column]
-        tails_whole &= has[column]
     parent = _parents(parts, first, page)
     reachable = _all_to_root(parent, complete)
+    tail = np.zeros(count, np.bool_)
+    restorable = reachable.copy()
+    for column in trailing:
+        tail |= has[column]
+        restorable &= _all_above(parent, has[column], windows[column])
     depth = _sum_to_root(parent, np.ones(count, np.int64))
     total = np.zeros(count, np.int64)
     np.add.at(total, page, parts.size)
@@ -148,7 +170,8 @@ def build(namespace: bytes, runs: list[StoredRun], uses: dict[bytes, int]) -> Ch
     for key, when in uses.items():
         if key in places:
             used[places[key]] = max(used[places[key]], when)
-    for level in _levels(depth):
+    levels = _levels(depth)
+    for level in levels:
         np.maximum.at(used, parent[level], used[level])
     return Chains(
         namespace=namespace,
@@ -157,14 +180,19 @@ def build(namespace: bytes, runs: list[StoredRun], uses: dict[bytes, int]) -> Ch
         depth=depth,
         complete=complete,
         reachable=reachable,
-        restorable=reachable & tails_whole,
+        restorable=restorable,
+        useful=_any_below(parent, levels, restorable),
         tail=tail,
+        window=max(windows.values(), default=0),
         bytes=total,
         used_ns=used[:-2],
         children=np.bincount(parent, minlength=count + 2)[:count],
+        longest=_longest(parent, levels, np.where(reachable, depth, 0)),
         parts=page,
         part_run=parts.run,
         part_position=parts.position,
+        part_bytes=parts.size,
+        part_time=parts.time_ns,
         runs=runs,
     )
 
@@ -251,6 +279,38 @@ def _all_to_root(parent: Ints, value: Bools) -> Bools:
     return holds[:-2]
 
 
+def _all_above(parent: Ints, value: Bools, length: int) -> Bools:
+    """Whether `value` holds for a page and the `length` - 1 before it, or all to the root."""
+    above, holds = _doubled(parent), np.append(value, (True, False))
+    result = np.ones(len(holds), np.bool_)
+    place = np.arange(len(holds))
+    while length:
+        # `holds` answers for a power of two of pages, `place` is where the pages left to ask end.
+        if length & 1:
+            result &= holds[place]
+            place = above[place]
+        holds = holds & holds[above]
+        above = above[above]
+        length >>= 1
+    return result[:-2]
+
+
+def _any_below(parent: Ints, levels: list[Ints], value: Bools) -> Bools:
+    """Whether `value` holds for a page or any that hangs on it, near or far."""
+    holds = np.append(value, (False, False))
+    for level in levels:
+        np.logical_or.at(holds, parent[level], holds[level])
+    return holds[:-2]
+
+
+def _longest(parent: Ints, levels: list[Ints], length: Ints) -> Ints:
+    """The page of greatest `length` at or below each page; of equals, any one."""
+    best = np.append(length << 32 | np.arange(len(length)), (0, 0))
+    for level in levels:
+        np.maximum.at(best, parent[level], best[level])
+    return best[:-2] & 0xFFFFFFFF
+
+
 def _sum_to_root(parent: Ints, value: Ints) -> Ints:
     """Sum of `value` over a page and all before it."""
     above, total = _doubled(parent), np.append(value, (0, 0))
@@ -260,7 +320,7 @@ def _sum_to_root(parent: Ints, value: Ints) -> Ints:
     return total[:-2]
 
 
-def _nearest(parent: Ints, marked: Bools) -> Ints:
+def nearest(parent: Ints, marked: Bools) -> Ints:
     """The deepest marked page at or before each page; a place past the end if none."""
     above = _doubled(parent)
     own = np.arange(len(parent))

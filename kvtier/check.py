@@ -9,10 +9,11 @@ from kvtier.backends.local import read_extent
 from kvtier.catalog import StoredRun
 from kvtier.errors import IdentityError
 from kvtier.format import ALIGNMENT, Block, Grave, align, checksum, part_seed
+from kvtier.identity import stored_identity
 from kvtier.index import Index
 from kvtier.layout import Layout
 from kvtier.memory import Arena
-from kvtier.report import foreign_files, identity_of
+from kvtier.report import foreign_files
 
 PIECE_BYTES = 16 << 20
 
@@ -65,7 +66,7 @@ def check(
     runs = list(index.runs())
     for namespace in sorted({stored.run.namespace for stored in runs}):
         try:
-            identity_of(layout, namespace.hex())
+            stored_identity(layout.namespaces, namespace.hex())
         except IdentityError as error:
             found.identities.append(str(error))
     total = sum(b.part_bytes * len(s.positions) for s in runs for b in s.run.blocks)

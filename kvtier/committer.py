@@ -44,7 +44,7 @@ class Staged:
     column: Column
     keys: tuple[bytes, ...]
     link: Link
-    trailing: bool
+    window: int
     part_bytes: int
     data: Slice | None
     """None if parts have no bytes."""
@@ -254,7 +254,7 @@ class Committer:
         """Write payload of a batch; tails go to a segment of their own."""
         batch.began = batch.began or time.monotonic()
         for trailing in (False, True):
-            mine = [piece for piece in pieces if piece.trailing == trailing]
+            mine = [piece for piece in pieces if bool(piece.window) == trailing]
             if mine:
                 self._append(batch, trailing, mine)
 
@@ -326,7 +326,9 @@ class Committer:
             return True
         if parent in arrived[piece.namespace, anchor]:
             return True
-        return bool(self._index.contains(piece.namespace, column_id(anchor), parent)[0])
+        return bool(
+            self._index.contains(piece.namespace, column_id(anchor), parent, doomed=True)[0]
+        )
 
     def _segment(self, trailing: bool) -> SegmentWriter:
         writer = self._open.get(trailing)
@@ -381,16 +383,16 @@ class Committer:
 
 def _runs(pieces: Sequence[tuple[Staged, int]]) -> list[Run]:
     """Pieces with the same pages become the blocks of one run."""
-    together: dict[tuple[bytes, tuple[bytes, ...], bool], list[tuple[Staged, int]]] = {}
+    together: dict[tuple[bytes, tuple[bytes, ...], int], list[tuple[Staged, int]]] = {}
     for piece, offset in pieces:
-        place = (piece.namespace, piece.keys, piece.trailing)
+        place = (piece.namespace, piece.keys, piece.window)
         together.setdefault(place, []).append((piece, offset))
     runs = []
-    for (namespace, keys, trailing), parts in together.items():
+    for (namespace, keys, window), parts in together.items():
         link = next((p.link for p, _ in parts if p.link.parent is not None), parts[0][0].link)
         blocks = [
             Block(column_id(p.column), offset, p.part_bytes, p.checksum, p.part_checksums)
             for p, offset in parts
         ]
-        runs.append(Run(namespace, link.parent, link.ordinal, trailing, b"".join(keys), blocks))
+        runs.append(Run(namespace, link.parent, link.ordinal, window, b"".join(keys), blocks))
     return runs

@@ -37,7 +37,7 @@ FRAME_HEADER = struct.Struct("<4sBBHIIQQ16s16sQ")
 store id, checksum (XXH3-64 of header and body with this field zero)."""
 
 RUN_HEADER = struct.Struct("<16s32sIIHHI")
-"""namespace, parent key, ordinal of the first page, pages, blocks, flags, reserved."""
+"""namespace, parent key, ordinal of the first page, pages, blocks, flags, window."""
 
 BLOCK = struct.Struct("<QQQQBBHI")
 """column id, offset in the segment, bytes of one part, checksum of the block, encoding,
@@ -69,10 +69,11 @@ COUNT = struct.Struct("<II")
 
 
 class FrameType(IntEnum):
-    """What a frame records. 1 and 4 are kept for the opening of a manifest and for pins."""
+    """What a frame records. 1 is kept for the opening of a manifest."""
 
     RUN = 2
     TOMBSTONE = 3
+    DOOM = 4
     WIPE = 5
     RECENCY = 6
     COLUMNS = 7
@@ -240,13 +241,20 @@ class Run:
     parent: bytes | None
     """Key before the first page; ROOT (b"") at the start of a sequence; None if unknown."""
     ordinal: int
-    trailing: bool
+    window: int
+    """Pages that a boundary needs before it, of pools that are needed at boundaries only; else
+    0."""
     keys: bytes | memoryview
     """32 bytes a page."""
     blocks: Sequence[Block]
 
     def __len__(self) -> int:
         return len(self.keys) // KEY_BYTES
+
+    @property
+    def trailing(self) -> bool:
+        """The pools of this run are needed at boundaries only."""
+        return self.window > 0
 
     def key(self, position: int) -> bytes:
         """Key of the page at `position`."""
@@ -264,7 +272,9 @@ def encode_run(run: Run) -> bytes:
     if run.parent is not None:
         flags |= RunFlag.PARENT_KNOWN
         parent = run.parent or parent
-    head = RUN_HEADER.pack(run.namespace, parent, run.ordinal, len(run), len(run.blocks), flags, 0)
+    head = RUN_HEADER.pack(
+        run.namespace, parent, run.ordinal, len(run), len(run.blocks), flags, run.window
+    )
     parts = [head, bytes(run.keys)]
     for block in run.blocks:
         parts.append(
@@ -280,7 +290,7 @@ def decode_run(body: bytes | memoryview) -> Run:
     """A run from its frame's body; FormatError if the counts don't add up."""
     if len(body) < RUN_HEADER.size:
         raise FormatError("truncated run header")
-    namespace, parent, ordinal, pages, count, flags, _ = RUN_HEADER.unpack_from(body)
+    namespace, parent, ordinal, pages, count, flags, window = RUN_HEADER.unpack_from(body)
     keys_end = RUN_HEADER.size + pages * KEY_BYTES
     offset = keys_end + count * BLOCK.size
     if not 0 < pages <= MAX_RUN_PAGES or offset > len(body):
@@ -302,8 +312,8 @@ def decode_run(body: bytes | memoryview) -> Run:
     link: bytes | None = None
     if flags & RunFlag.PARENT_KNOWN:
         link = parent if any(parent) else b""
-    trailing = bool(flags & RunFlag.TRAILING)
-    return Run(namespace, link, ordinal, trailing, body[RUN_HEADER.size : keys_end], blocks)
+    window = max(1, window) if flags & RunFlag.TRAILING else 0
+    return Run(namespace, link, ordinal, window, body[RUN_HEADER.size : keys_end], blocks)
 
 
 @dataclass(frozen=True)

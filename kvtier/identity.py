@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from kvtier.errors import IdentityError
@@ -233,6 +234,24 @@ class Identity:
                     "it was altered or misplaced, restore or remove the file."
                 )
         return identity
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page; 0 if the document does not say."""
+        tokens = self.document.get("page_tokens")
+        return tokens if isinstance(tokens, int) else 0
+
+
+def stored_identity(folder: Path, namespace: str) -> Identity:
+    """The document of a namespace in a store's `folder` of documents. IdentityError if there is
+    none that can be trusted."""
+    path = folder / f"{namespace}.json"
+    try:
+        return Identity.from_json(path.read_bytes(), expected_id=namespace)
+    except OSError as error:
+        raise IdentityError(
+            f"Cannot read {path}: {error.strerror}; the next start of its server writes it anew."
+        ) from error
 
 
 def diff(a: Identity, b: Identity) -> list[Difference]:

@@ -63,10 +63,14 @@ class Index:
 
     # Questions
 
-    def contains(self, namespace: bytes, column: int, keys: bytes) -> Bools:
-        """Which of the 32-byte keys the column has; bool (n,)."""
+    def contains(
+        self, namespace: bytes, column: int, keys: bytes, *, doomed: bool = False
+    ) -> Bools:
+        """Which of the 32-byte keys the column has; bool (n,). `doomed`: also those that somebody
+        is about to delete; nobody should count on them, but they can be read, and what hangs on
+        them keeps them."""
         with self._lock:
-            return self._catalog.contains(namespace, column, keys)
+            return self._catalog.contains(namespace, column, keys, doomed=doomed)
 
     def contains_each(self, namespace: bytes, columns: Sequence[int], keys: bytes) -> list[Bools]:
         """Which of the 32-byte keys each column has; bool (n,) a column."""
@@ -268,6 +272,8 @@ class Index:
                 # Nobody will finish a torn end any more.
                 segment.damaged += damage
                 segment.applied = size
+            if not live:
+                catalog.undoom(segment)
         segment.seen, segment.live = size, live
 
     def _tail(self, segment: Segment, alone: bool) -> tuple[bytes, int, bool]:

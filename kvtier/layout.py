@@ -22,6 +22,7 @@ SEGMENTS = "segments"
 NAMESPACES = "namespaces"
 INDEX = "index"
 LOCK = "lock"
+PINS = "pins"
 PAYLOAD_SUFFIX = ".kvs"
 MANIFEST_SUFFIX = ".kvm"
 
@@ -63,6 +64,11 @@ class Layout:
     def namespaces(self) -> Path:
         """Where identity documents lie."""
         return self.path / NAMESPACES
+
+    @property
+    def pins(self) -> Path:
+        """Where pinned chains are named; made with the first pin."""
+        return self.path / PINS
 
     @property
     def index(self) -> Path:
@@ -166,7 +172,7 @@ def _create(path: Path) -> None:
         foreign = [
             name
             for name in names
-            if name not in (SEGMENTS, NAMESPACES, INDEX, LOCK, "lost+found")
+            if name not in (SEGMENTS, NAMESPACES, INDEX, LOCK, PINS, "lost+found")
             and not name.startswith(f".{SUPERBLOCK}.")
         ]
         if foreign:

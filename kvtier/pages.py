@@ -58,8 +58,9 @@ class PoolPages:
     column: Column
     keys: Sequence[bytes]
     buffers: PageBuffers
-    trailing: bool = False
-    """The pool is needed only at a boundary (SWA, recurrent state), not at every page."""
+    window: int = 0
+    """Pages of a trailing pool (SWA, recurrent state) that a boundary needs before it; 0 for a
+    pool that is needed at every page."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.backends.local import disk_usage
 from kvtier.chains import Chains, Session, chains
 from kvtier.errors import IdentityError
-from kvtier.identity import Identity
+from kvtier.identity import Identity, stored_identity
 from kvtier.index import Health, Index
 from kvtier.layout import (
     INDEX,
@@ -19,6 +19,7 @@ from kvtier.layout import (
     MANIFEST_SUFFIX,
     NAMESPACES,
     PAYLOAD_SUFFIX,
+    PINS,
     SEGMENTS,
     SUPERBLOCK,
     Layout,
@@ -39,7 +40,7 @@ class NamespaceReport:
     pages: int
     complete: int
     restorable: int
-    """Pages that some restore can use: complete, and with all pages before them."""
+    """Pages that some restore can use: complete as all before them, and a boundary comes after."""
     bytes: int
     restorable_bytes: int
     tails: int
@@ -48,7 +49,7 @@ class NamespaceReport:
     @property
     def page_tokens(self) -> int | None:
         """Tokens of a page, None if the identity is not known."""
-        return self.identity.document.get("page_tokens") if self.identity else None
+        return (self.identity.page_tokens or None) if self.identity else None
 
     def tokens(self, pages: int) -> int | None:
         """Tokens of so many pages."""
@@ -94,17 +95,6 @@ def report(layout: Layout, index: Index) -> StoreReport:
     )
 
 
-def identity_of(layout: Layout, namespace: str) -> Identity:
-    """The document of a namespace. IdentityError if there is none that can be trusted."""
-    path = layout.namespaces / f"{namespace}.json"
-    try:
-        return Identity.from_json(path.read_bytes(), expected_id=namespace)
-    except OSError as error:
-        raise IdentityError(
-            f"Cannot read {path}: {error.strerror}; the next start of its server writes it anew."
-        ) from error
-
-
 def foreign_files(layout: Layout) -> list[str]:
     """Paths below the store that are not kvtier's, relative to it."""
     strangers = []
@@ -127,6 +117,7 @@ def _ours(folder: Path, place: str, name: str) -> bool:
         SEGMENTS: f".{ending}" in (PAYLOAD_SUFFIX, MANIFEST_SUFFIX) and bool(segment_id(stem)),
         NAMESPACES: ending == "json" and len(stem) == 32,
         INDEX: True,
+        PINS: True,
     }.get(place, False)
 
 
@@ -152,7 +143,7 @@ def _uncommitted(layout: Layout, index: Index) -> int:
 
 def _namespace(layout: Layout, index: Index, name: bytes, found: Chains | None) -> NamespaceReport:
     try:
-        identity: Identity | None = identity_of(layout, name.hex())
+        identity: Identity | None = stored_identity(layout.namespaces, name.hex())
     except IdentityError:
         identity = None
     columns = [
@@ -167,9 +158,9 @@ def _namespace(layout: Layout, index: Index, name: bytes, found: Chains | None) 
         columns=columns,
         pages=len(found),
         complete=int(found.complete.sum()),
-        restorable=int(found.reachable.sum()),
+        restorable=int(found.useful.sum()),
         bytes=int(found.bytes.sum()),
-        restorable_bytes=int(found.bytes[found.reachable].sum()),
+        restorable_bytes=int(found.bytes[found.useful].sum()),
         tails=int(found.tail.sum()),
         sessions=found.sessions(),
     )

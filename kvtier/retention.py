@@ -1,188 +1,160 @@
-"""Brings a store under a limit: leaves of the least recently used sessions go first, whole
-families at a time, never a page that another hangs on."""
+"""What a store keeps: superseded tails go, then the ends of the sessions that were not used for
+longest, whole families at a time, never a page that another hangs on. No disk here."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.backends.local import SegmentWriter, disk_usage
-from kvtier.chains import Chains, chains
+from kvtier.chains import Chains, nearest
 from kvtier.entries import Ints
-from kvtier.format import FrameType, Grave, encode_tombstone, new_id
-from kvtier.index import Index
-from kvtier.layout import Layout
-from kvtier.space import reclaim
+from kvtier.pages import Bools
+from kvtier.tails import kept
 
-_ROUNDS = 8
-"""Freeing is measured and repeated: shared blocks of the file system make estimates short."""
-
-_SETTLE_NS = 60_000_000_000
+SETTLE_NS = 60_000_000_000
 """A page that is still incomplete after this time stays so."""
 
-Progress = Callable[[str], None]
+_FORK_TAILS = 8
+"""Tails kept beyond those of `kvtier.tails` where chains part: whoever shares a prompt's head, and
+nothing more, goes on from there."""
 
 
-@dataclass
-class Collected:
-    """What a collection did, or would do. Sizes in bytes of the file system."""
+@dataclass(frozen=True)
+class Victims:
+    """What is to go of one namespace."""
 
-    before: int
-    after: int
-    limit: int
-    pages: int = 0
-    sessions: int = 0
-    """Sessions that lost their end."""
-    leaves: set[bytes] = field(default_factory=set, repr=False)
-    """Leaves there were before."""
+    chains: Chains
+    pages: Ints
+    """Pages that go as a whole."""
+    tails: Ints
+    """Parts of trailing columns that go on their own."""
 
     @property
-    def enough(self) -> bool:
-        """Whether the limit holds now."""
-        return self.after <= self.limit
+    def parts(self) -> Bools:
+        """All parts that go; bool (m,)."""
+        gone = np.isin(self.chains.parts, self.pages)
+        gone[self.tails] = True
+        return gone
+
+    @property
+    def bytes(self) -> int:
+        """Payload of all that."""
+        return int(self.chains.part_bytes[self.parts].sum())
 
 
-def collect(
-    layout: Layout,
-    index: Index,
-    limit: int,
+def plan(
+    found: Collection[Chains],
+    need: int,
     *,
-    grace: float,
-    dry_run: bool = False,
-    progress: Progress = lambda text: None,
-) -> Collected:
-    """Bring the store under `limit` bytes on disk, beside running servers or without any.
+    grids: Mapping[bytes, int],
+    pins: Mapping[bytes, Collection[bytes]],
+    tails_per_chain: int,
+) -> list[Victims]:
+    """What is to go: tails that others supersede, and as much more as `need` bytes ask for.
 
-    `grace`: seconds between logging that pages are gone and freeing their space, so that readers
-    of other processes notice first; not waited where no writer lives. OSError if the store
-    cannot be written.
+    `grids`: namespace to `tails.grid_pages` of its pages. `pins`: namespace to keys of pages that
+    go last, with all before them.
     """
-    before = disk_usage(layout.path)
-    result = Collected(before, before, limit)
-    if before <= limit:
-        return result
-    if dry_run:
-        progress("choosing pages")
-        found = chains(index)
-        result.leaves = _leaves(found)
-        victims = _choose(found, before - limit)
-        _count(result, victims)
-        result.after = before - sum(int(c.bytes[v].sum()) for c, v in victims)
-        return result
-    progress("freeing space of pages that are already gone")
-    result.after = reclaim(layout, index)
-    for _ in range(_ROUNDS):
-        if result.after <= limit:
-            break
-        progress("choosing pages")
-        found = chains(index)
-        result.leaves = result.leaves or _leaves(found)
-        mark = index.mark()
-        victims = _choose(found, result.after - limit)
-        if not victims:
-            break
-        with layout.lock():
-            index.refresh(alone=True)
-            victims = _spare_parents(victims, index.parents_since(mark))
-            bury(layout, [grave for c, pages in victims for grave in _graves(c, pages)])
-            index.refresh()
-        index.ring()
-        _count(result, victims)
-        if index.health().live_writers:
-            progress(f"waiting {grace:g} s for readers of running servers")
-            time.sleep(grace)
-        progress("freeing space")
-        result.after = reclaim(layout, index)
-    return result
+    held = {c.namespace: _pages_of(c, pins.get(c.namespace, ())) for c in found}
+    tails = {
+        c.namespace: superseded(
+            c, grids.get(c.namespace, 0), tails_per_chain, anchors=held[c.namespace]
+        )
+        for c in found
+    }
+    need -= sum(int(c.part_bytes[tails[c.namespace]].sum()) for c in found)
+    pages = choose(found, need, held)
+    victims = [Victims(c, pages[c.namespace], tails[c.namespace]) for c in found]
+    return [v for v in victims if len(v.pages) or len(v.tails)]
 
 
-Victims = list[tuple[Chains, Ints]]
+def superseded(c: Chains, grid: int, per_chain: int, *, anchors: Ints) -> Ints:
+    """Parts of trailing columns that no boundary worth keeping needs; indices into `c.parts`.
+
+    `anchors`: pages whose nearest boundary before them is kept in any case.
+    """
+    if not c.window or not grid:
+        return np.zeros(0, np.int64)
+    keep = np.zeros(len(c) + 2, np.bool_)
+    boundaries = np.flatnonzero(c.restorable)
+    boundaries = boundaries[np.argsort(c.depth[boundaries], kind="stable")]
+    for path in _by_path(c, boundaries):
+        end = int(c.depth[c.longest[path[0]]])
+        keep[path[kept(c.depth[path], end, grid, per_chain)]] = True
+    before = nearest(c.parent, c.restorable)
+    keep[before[anchors]] = True
+    room = per_chain - np.bincount(c.longest[np.flatnonzero(keep[:-2])], minlength=len(c))
+    for forks in _by_path(c, _forks(c)):
+        free = min(_FORK_TAILS, int(room[c.longest[forks[0]]]))
+        keep[before[forks[: max(0, free)]]] = True
+    mark = keep[:-2]
+    for _ in range(c.window - 1):
+        above = np.zeros(len(c) + 2, np.bool_)
+        above[c.parent[mark]] = True
+        mark = above[:-2] & ~keep[:-2]
+        keep[:-2] |= mark
+    trailing = np.array([stored.run.trailing for stored in c.runs], np.bool_)[c.part_run]
+    return np.flatnonzero(trailing & c.reachable[c.parts] & ~keep[c.parts])
 
 
-def _choose(found: list[Chains], need: int) -> Victims:
-    """Pages to forget, at least `need` bytes if there are as many: what can never be restored,
-    then by last use; a page never before what hangs on it."""
-    if not found:
-        return []
+def choose(found: Collection[Chains], need: int, held: Mapping[bytes, Ints]) -> dict[bytes, Ints]:
+    """Namespace to pages to forget, in all at least `need` bytes if there are as many.
+
+    First what can never be restored, then by last use, pinned chains (`held`: namespace to pages
+    that are held with all before them) last; a page never before what hangs on it. What is left of
+    a session ends at a boundary.
+    """
+    if need <= 0 or not found:
+        return {c.namespace: np.zeros(0, np.int64) for c in found}
     owner = np.concatenate([np.full(len(c), number) for number, c in enumerate(found)])
     page = np.concatenate([np.arange(len(c)) for c in found])
     used = np.concatenate([c.used_ns for c in found])
     # Parts of a family that other ranks are about to commit are no reason to drop the rest.
-    young = used > time.time_ns() - _SETTLE_NS
-    useful = np.concatenate([c.reachable for c in found]) | young
+    young = used > time.time_ns() - SETTLE_NS
+    pinned = np.concatenate([c.above(held[c.namespace]) for c in found])
+    worth = np.concatenate([c.useful for c in found]) | young
     depth = np.concatenate([c.depth for c in found])
     size = np.concatenate([c.bytes for c in found])
     # A page's last use is never older than that of what hangs on it, and its depth is less, so in
     # this order children come before their parents. A page without bytes costs nothing to keep
     # and nothing to drop, but its children need it: the same order serves.
-    order = np.lexsort((-depth, used, useful))
+    order = np.lexsort((-depth, used, worth, pinned))
     freed = np.cumsum(size[order])
-    last = int(np.searchsorted(freed, need)) + 1
-    chosen = order[:last]
-    return [
-        (c, page[chosen[owner[chosen] == number]])
-        for number, c in enumerate(found)
-        if (owner[chosen] == number).any()
-    ]
+    gone = np.zeros(len(order), np.bool_)
+    gone[order[: int(np.searchsorted(freed, need)) + 1]] = True
+    chosen = {}
+    for number, c in enumerate(found):
+        mine = owner == number
+        lost = gone[mine]
+        if lost.any():
+            lost |= ~(c.useful_without(lost) | young[mine] | pinned[mine])
+        chosen[c.namespace] = page[mine][lost]
+    return chosen
 
 
-def _leaves(found: list[Chains]) -> set[bytes]:
-    return {c.keys[leaf].tobytes() for c in found for leaf in c.leaves().tolist()}
+def _pages_of(c: Chains, keys: Collection[bytes]) -> Ints:
+    """Where these keys are in the chains, as far as they are stored."""
+    wanted = set(keys)
+    if not wanted:
+        return np.zeros(0, np.int64)
+    return np.array([i for i, key in enumerate(c.keys) if key.tobytes() in wanted], np.int64)
 
 
-def _spare_parents(victims: Victims, parents: set[bytes]) -> Victims:
-    """Without the pages that something was hung on since they were chosen, and what is above."""
-    if not parents:
-        return victims
-    spared = []
-    for c, pages in victims:
-        keep = np.zeros(len(c) + 2, np.bool_)
-        for page in pages.tolist():
-            above = page if c.keys[page].tobytes() in parents else len(c)
-            while above < len(c) and not keep[above]:
-                keep[above] = True
-                above = int(c.parent[above])
-        spared.append((c, pages[~keep[pages]]))
-    return [(c, pages) for c, pages in spared if len(pages)]
+def _by_path(c: Chains, pages: Ints) -> list[Ints]:
+    """The pages by path, each in the order they come in."""
+    if not len(pages):
+        return []
+    order = np.argsort(c.longest[pages], kind="stable")
+    cuts = np.flatnonzero(np.diff(c.longest[pages][order])) + 1
+    return np.split(pages[order], cuts)
 
 
-def _graves(c: Chains, pages: Ints) -> list[Grave]:
-    """Places of all parts of these pages, neighbours joined."""
-    chosen = np.isin(c.parts, pages)
-    run, position = c.part_run[chosen], c.part_position[chosen]
-    order = np.lexsort((position, run))
-    run, position = run[order], position[order]
-    breaks = np.flatnonzero((np.diff(run) != 0) | (np.diff(position) != 1)) + 1
-    graves = []
-    for span in np.split(np.arange(len(run)), breaks):
-        if len(span):
-            stored = c.runs[int(run[span[0]])]
-            graves.append(stored.grave(int(position[span[0]]), len(span)))
-    return graves
-
-
-def bury(layout: Layout, graves: list[Grave]) -> None:
-    """Log tombstones in a manifest of our own, in frames of bounded size."""
-    if not graves:
-        return
-    writer = SegmentWriter(layout, new_id()[:12], 0, direct=False)
-    try:
-        step = 1 << 15
-        bodies = [
-            (FrameType.TOMBSTONE, encode_tombstone(graves[start : start + step]))
-            for start in range(0, len(graves), step)
-        ]
-        # Not hidden: if this process is killed here, the store's lock may end before the
-        # manifest's, and whoever commits then must not build on pages that are about to go.
-        writer.log(bodies, time.time_ns(), hidden=False)
-    finally:
-        writer.close()
-
-
-def _count(result: Collected, victims: Victims) -> None:
-    for c, pages in victims:
-        result.pages += len(pages)
-        result.sessions += sum(c.keys[page].tobytes() in result.leaves for page in pages.tolist())
+def _forks(c: Chains) -> Ints:
+    """Pages on which more than one useful page hangs, most first."""
+    useful = c.parent[c.useful]
+    branches = np.bincount(useful, minlength=len(c) + 2)[: len(c)]
+    forks = np.flatnonzero(branches > 1)
+    return forks[np.lexsort((c.depth[forks], -branches[forks]))]

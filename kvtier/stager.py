@@ -19,6 +19,7 @@ from kvtier.index import Index
 from kvtier.keeper import Keeper
 from kvtier.memory import Ring, Slice, gather
 from kvtier.pages import ROOT, Bools, Column, Link, PoolPages
+from kvtier.tails import written
 
 _CACHED_BYTES = 4 << 20
 """Copied and checksummed at a time: well below a last-level cache."""
@@ -37,6 +38,8 @@ class Offer:
     link: Link
     anchor: Column | None
     """Column this process stores for every page of a chain; None if another process does."""
+    grid: int
+    """Pages below which boundaries of one put are not kept apart; 0 keeps all."""
 
 
 class Stager:
@@ -82,6 +85,7 @@ class Stager:
             if answer.any():
                 self._keeper.note_use(offer.namespace, keys[int(np.flatnonzero(answer)[-1])])
                 telemetry.PUT_PAGES.labels("known").inc(int(answer.sum()))
+            answer |= self._superseded(offer)
             if answer.all() or self._closed:
                 return answer
             if not answer[0] and not self._parent_known(offer):
@@ -93,20 +97,36 @@ class Stager:
             telemetry.PUT_PAGES.labels(outcome).inc(int((~answer).sum()))
         return answer
 
-    def _known(self, namespace: bytes, column: Column, keys: Sequence[bytes]) -> Bools:
+    def _superseded(self, offer: Offer) -> Bools:
+        """Tails that nobody needs beside others of the same put: left out, and answered for."""
+        pages, window = offer.pages, offer.pages.window
+        if not window or offer.link.parent is None:
+            return np.zeros(len(pages.keys), np.bool_)
+        first, count = offer.link.ordinal, len(pages.keys)
+        per_chain = self._config.tails_per_chain
+        left_out = ~written(first, count, window, offer.grid, per_chain)
+        telemetry.PUT_PAGES.labels("superseded").inc(int(left_out.sum()))
+        return left_out
+
+    def _known(
+        self, namespace: bytes, column: Column, keys: Sequence[bytes], *, doomed: bool = False
+    ) -> Bools:
         # In this order: what is committed in between is seen as waiting.
         waiting = self._committer.pending(namespace, column, keys)
-        stored = self._index.contains(namespace, column_id(column), b"".join(keys))
+        ident = column_id(column)
+        stored = self._index.contains(namespace, ident, b"".join(keys), doomed=doomed)
         return stored | np.array(waiting, np.bool_)
 
     def _parent_known(self, offer: Offer) -> bool:
         """Whether a chain leads to the first page. Trailing pools come before the pages they
         belong to, so for them it cannot be told yet."""
         parent = offer.link.parent
-        if parent is None or parent == ROOT or offer.anchor is None or offer.pages.trailing:
+        if parent is None or parent == ROOT or offer.anchor is None or offer.pages.window:
             return True
         columns = {offer.anchor, offer.pages.column}
-        return any(self._known(offer.namespace, column, [parent])[0] for column in columns)
+        return any(
+            self._known(offer.namespace, column, [parent], doomed=True)[0] for column in columns
+        )
 
     def _stage_missing(self, offer: Offer, answer: Bools) -> str:
         """Stage what is not there, and answer for it; what became of pages left over."""
@@ -155,7 +175,7 @@ class Stager:
                 column=pages.column,
                 keys=keys,
                 link=Link(parent, offer.link.ordinal + which.start),
-                trailing=pages.trailing,
+                window=pages.window,
                 part_bytes=size,
                 data=data,
                 checksum=whole,

@@ -19,6 +19,7 @@ from kvtier import telemetry
 from kvtier.breaker import Breaker
 from kvtier.committer import Committer
 from kvtier.config import Config
+from kvtier.deletion import keep_ballast
 from kvtier.errors import UnreachableError
 from kvtier.format import FrameType, Grave, column_id, encode_wipe, new_id
 from kvtier.identity import Identity
@@ -30,6 +31,7 @@ from kvtier.pages import ROOT, Bools, Column, Link, PageBuffers, PoolPages
 from kvtier.place import find_store
 from kvtier.reader import Reader
 from kvtier.stager import Offer, Stager
+from kvtier.tails import grid_pages
 
 logger = logging.getLogger("kvtier")
 
@@ -73,7 +75,9 @@ class Store:
         """
         layout = Layout.open(find_store(config.root), create=True)
         try:
-            return cls(layout, config)
+            store = cls(layout, config)
+            keep_ballast(layout)
+            return store
         except OSError as error:
             raise UnreachableError(
                 f"Cannot read the store at {layout.path} ({error.strerror or error}): "
@@ -106,8 +110,7 @@ class Store:
                 f"Cannot write {path} ({error.strerror or error}): free space, or mend the "
                 "permissions of the store."
             ) from error
-        tokens = identity.document.get("page_tokens", 0)
-        self._page_tokens[identity.id_bytes] = tokens if isinstance(tokens, int) else 0
+        self._page_tokens[identity.id_bytes] = identity.page_tokens
         return self._namespace(identity, anchor)
 
     def _namespace(self, identity: Identity, anchor: Column | None) -> Namespace:
@@ -156,7 +159,7 @@ class Store:
         identity = Identity.of({"canary": True})
         namespace = self._namespace(identity, None)
         for number, column in enumerate(columns):
-            page = PoolPages(column, [key], _one_page(sent), trailing=bool(number))
+            page = PoolPages(column, [key], _one_page(sent), window=number)
             namespace.put(page, Link(ROOT, 0))
         if not self.flush(self.config.put_deadline):
             raise UnreachableError(
@@ -240,14 +243,16 @@ class Namespace:
         self._reader = reader
         self._keeper = keeper
         self._anchor = anchor
+        self._grid = grid_pages(identity.page_tokens)
 
     def put(self, pages: PoolPages, link: Link) -> Bools:
-        """Store pages; bool (n,): True where a page is stored, or will be with the next commit.
+        """Store pages; bool (n,): True where a page is stored, or will be with the next commit,
+        or is a tail that later ones of the same put make superfluous.
 
         The bytes are copied before this returns. What is already there is not written again. From
         the first page that is refused on, later new pages are refused as well.
         """
-        return self._stager.put(Offer(self._key, pages, link, self._anchor))
+        return self._stager.put(Offer(self._key, pages, link, self._anchor, self._grid))
 
     def contains(self, column: Column, keys: Sequence[bytes]) -> Bools:
         """Which pages are committed; bool (n,)."""

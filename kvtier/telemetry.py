@@ -7,7 +7,8 @@ from prometheus_client import Counter, Gauge, Histogram
 
 PUT_PAGES = Counter("kvtier_put_pages", "Pages offered, by what became of them", ["outcome"])
 """outcome: stored, known (already there), no_parent, no_room (staging full past the deadline),
-stopped (the drive fails), failed (a write or sync failed), too_large."""
+stopped (the drive fails), failed (a write or sync failed), too_large, superseded (tails that later
+ones of the same put make superfluous)."""
 
 WRITTEN_BYTES = Counter("kvtier_written_bytes", "Payload made durable, in bytes")
 COMMITS = Counter("kvtier_commits", "Batches made durable")

@@ -349,7 +349,7 @@ def _build_store(root: Path) -> None:
                 offset += fmt.align(size * RUN_PAGES)
             parent = keys[(first - 1) * KEY_BYTES : first * KEY_BYTES]
             mine = keys[first * KEY_BYTES : (first + RUN_PAGES) * KEY_BYTES]
-            run = fmt.Run(namespace, parent, first, False, mine, blocks)
+            run = fmt.Run(namespace, parent, first, 0, mine, blocks)
             bodies.append((fmt.FrameType.RUN, fmt.encode_run(run)))
         names = {"segment_id": ident, "store_id": store.layout.store_id, "time_ns": time.time_ns()}
         frames = (

@@ -10,9 +10,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from kvtier.check import Findings, check
 from kvtier.cli.common import AsJson, Root, count, find_store, out, progress
+from kvtier.deletion import bury
 from kvtier.index import Index
 from kvtier.layout import segment_name_of
-from kvtier.retention import bury
 from kvtier.sizes import format_size
 
 

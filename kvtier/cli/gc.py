@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.common import AsJson, Root, count, find_store, out, progress
+from kvtier.collection import collect
 from kvtier.config import Config
 from kvtier.errors import StoreError
 from kvtier.index import Index
-from kvtier.retention import collect
 from kvtier.sizes import format_size, parse_size
 
 

@@ -11,10 +11,10 @@ from rich.table import Table
 from kvtier.chains import Session
 from kvtier.cli.common import AsJson, Root, age, count, find_store, out, progress, stamp
 from kvtier.errors import StoreError
-from kvtier.identity import diff
+from kvtier.identity import diff, stored_identity
 from kvtier.index import Index
 from kvtier.layout import Layout
-from kvtier.report import NamespaceReport, StoreReport, identity_of, report
+from kvtier.report import NamespaceReport, StoreReport, report
 from kvtier.sizes import format_size
 
 _SESSIONS = 20
@@ -166,7 +166,7 @@ def _show_session(found: StoreReport, wanted: str, *, as_json: bool) -> None:
 
 
 def _show_difference(layout: Layout, first: str, second: str, *, as_json: bool) -> None:
-    a, b = (identity_of(layout, _full_id(layout, name)) for name in (first, second))
+    a, b = (stored_identity(layout.namespaces, _full_id(layout, name)) for name in (first, second))
     rows = diff(a, b)
     if as_json:
         document = [{"field": row.path, "a": _plain(row.a), "b": _plain(row.b)} for row in rows]

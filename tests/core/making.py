@@ -123,12 +123,12 @@ def put(
     column: Column = KV,
     link: Link = Link(ROOT, 0),  # noqa: B008 (frozen)
     *,
-    trailing: bool = False,
+    window: int = 0,
 ) -> Bools:
     """Put pages; the memory is overwritten before this returns, as an engine may do."""
     memory = Memory(len(page_keys), cut(len(parts[0]) if parts else 0))
     memory.fill(parts)
-    answer = namespace.put(PoolPages(column, list(page_keys), memory.buffers(), trailing), link)
+    answer = namespace.put(PoolPages(column, list(page_keys), memory.buffers(), window), link)
     memory.bytes[:] = 0
     return answer
 

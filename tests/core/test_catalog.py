@@ -54,7 +54,7 @@ class File:
 def _run(namespace: bytes, page_keys: list[bytes], columns: list[int]) -> bytes:
     sums = np.arange(len(page_keys), dtype=np.uint64)
     blocks = [f.Block(column, 0, 10, 0, sums) for column in columns]
-    return f.encode_run(f.Run(namespace, ROOT, 0, False, b"".join(page_keys), blocks))
+    return f.encode_run(f.Run(namespace, ROOT, 0, 0, b"".join(page_keys), blocks))
 
 
 @st.composite

@@ -15,8 +15,8 @@ from making import KV, contents, get, get_each, keys, opened, put
 
 from kvtier.backends.local import disk_usage
 from kvtier.chains import chains
+from kvtier.collection import collect
 from kvtier.pages import Column, Link
-from kvtier.retention import collect
 
 MOUNTS = {
     "ext4": "truncate -s 128M {disk}.img && mkfs.ext4 -q {disk}.img && "

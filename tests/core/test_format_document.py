@@ -88,6 +88,7 @@ def test_every_file_of_a_store_is_in_the_document(tmp_path: Path) -> None:
             "lock",
             "index/snapshot",
             "index/doorbell",
+            "index/ballast",
             f"index/status-{writer}.json",
             f"namespaces/{namespace.id}.json",
             rf"segments/{writer}-\d+\.kvs",
@@ -180,7 +181,7 @@ def test_the_document_is_enough_to_read_a_store(tmp_path: Path) -> None:
     sizes = {KV: 5000, Column("anchor"): 0, Column("swa", "tp0"): 70}
     with opened(tmp_path) as (store, namespace):
         for column, size in sizes.items():
-            put(namespace, chain, contents(chain, size, column), column, trailing=size == 70)
+            put(namespace, chain, contents(chain, size, column), column, window=int(size == 70))
         assert store.flush(60)
     found: dict[tuple[bytes, int, bytes], bytes] = {}
     names: dict[int, tuple[str, str]] = {}

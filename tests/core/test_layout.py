@@ -72,7 +72,7 @@ def test_nobody_else_can_read_a_store_whatever_the_umask(tmp_path: Path, umask: 
     before = os.umask(umask)
     try:
         with opened(tmp_path / "a" / "b") as (_, namespace):
-            put(namespace, keys("a", 4), contents(keys("a", 4), 1000), trailing=True)
+            put(namespace, keys("a", 4), contents(keys("a", 4), 1000), window=1)
             put(namespace, keys("b", 4), contents(keys("b", 4), 0))
     finally:
         os.umask(before)

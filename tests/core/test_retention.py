@@ -14,9 +14,10 @@ from making import KV, contents, fresh_index, get, get_each, keys, opened, put
 
 from kvtier.backends.local import disk_usage
 from kvtier.chains import Chains, chains
+from kvtier.collection import collect
+from kvtier.deletion import BALLAST_BYTES
 from kvtier.index import Index
 from kvtier.pages import Column, Link
-from kvtier.retention import collect
 from kvtier.store import Namespace, Store
 
 SIZE = 20_000
@@ -64,7 +65,7 @@ def test_a_session_ends_where_its_last_tail_is(tmp_path: Path) -> None:
         for tail in tails:
             at = chain.index(tail)
             link = Link(chain[at - 1], at)
-            put(namespace, [tail], contents([tail], 64, "swa"), SWA, link, trailing=True)
+            put(namespace, [tail], contents([tail], 64, "swa"), SWA, link, window=1)
         put(namespace, chain, contents(chain, SIZE))
         assert store.flush(60)
         [session] = _only(store.index).sessions()
@@ -148,9 +149,9 @@ def test_the_space_of_a_cleared_namespace_is_given_back(tmp_path: Path) -> None:
         put(other, kept, contents(kept, SIZE))
         assert store.flush(60)
         namespace.clear()
-        collect(store.layout, store.index, 30 * SIZE, grace=0.0)
+        collect(store.layout, store.index, 30 * SIZE + BALLAST_BYTES, grace=0.0)
         assert get(other, kept, SIZE) == contents(kept, SIZE)
-        assert disk_usage(store.root) <= 30 * SIZE
+        assert disk_usage(store.root) <= 30 * SIZE + BALLAST_BYTES
 
 
 def _identity(model: str):  # type: ignore[no-untyped-def]
@@ -198,22 +199,22 @@ def test_what_was_extended_since_it_was_chosen_is_spared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server builds on a page between the choice and the deletion."""
-    from kvtier import retention
+    from kvtier import collection
 
     with opened(tmp_path, grace=0.0) as (store, namespace):
         grown = _tree(store, namespace, 2, 30)
         late = keys("late", 3)
-        choose = retention._choose
+        choose = collection.plan
 
-        def choose_then_extend(found, need):  # type: ignore[no-untyped-def]
-            victims = choose(found, need)
+        def choose_then_extend(found, need, **policy):  # type: ignore[no-untyped-def]
+            victims = choose(found, need, **policy)
             put(namespace, late, contents(late, SIZE), link=Link(grown[0][-1], 40))
             assert store.flush(60)
-            monkeypatch.setattr(retention, "_choose", choose)
+            monkeypatch.setattr(collection, "plan", choose)
             return victims
 
-        monkeypatch.setattr(retention, "_choose", choose_then_extend)
-        monkeypatch.setattr(retention, "_ROUNDS", 1)
+        monkeypatch.setattr(collection, "plan", choose_then_extend)
+        monkeypatch.setattr(collection, "_ROUNDS", 1)
         collect(store.layout, store.index, disk_usage(store.root) // 2, grace=0.0)
         _no_holes(store.index)
         assert namespace.contains(KV, grown[0] + late).all()

@@ -158,7 +158,7 @@ def test_several_pools_of_a_page_come_back_together(tmp_path: Path) -> None:
         for column, (size, trailing) in pools.items():
             which = chain[-1:] if trailing else chain
             parts = contents(which, size, column)
-            assert put(namespace, which, parts, column, trailing=trailing).all()
+            assert put(namespace, which, parts, column, window=int(trailing)).all()
         assert store.flush(60)
     with opened(tmp_path) as (_, namespace):
         memories, requests = {}, []

@@ -119,7 +119,7 @@ FAULTS: dict[str, tuple[set[str], Callable[[Call, tuple[Any, ...]], Any]]] = {
 
 def _put_all(store: Store, namespace: Namespace, chain: list[bytes]) -> None:
     """Offer the pages of two pools; whether they are taken is not for here."""
-    put(namespace, chain[-1:], contents(chain[-1:], SIZE, "tail"), TAIL, trailing=True)
+    put(namespace, chain[-1:], contents(chain[-1:], SIZE, "tail"), TAIL, window=1)
     put(namespace, chain, contents(chain, SIZE))
     assert store.flush(120)
 

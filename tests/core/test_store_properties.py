@@ -37,13 +37,13 @@ from making import (
 )
 
 import kvtier.committer
-import kvtier.retention
+import kvtier.deletion
 from kvtier.backends.local import disk_usage
+from kvtier.collection import collect
 from kvtier.format import column_id
 from kvtier.index import Index
 from kvtier.layout import Layout
 from kvtier.pages import ROOT, Column, Link
-from kvtier.retention import collect
 from kvtier.store import Namespace, Store
 
 MODELS = ("bf16", "fp8")
@@ -195,7 +195,7 @@ class Lives(RuleBasedStateMachine):
     def begin(self, seed: int, puts: bool) -> None:
         """Segments get their names, and so their order, by a chance that can be repeated."""
         chance = random.Random(seed)
-        for module in (kvtier.committer, kvtier.retention):
+        for module in (kvtier.committer, kvtier.deletion):
             self.patches.enter_context(
                 mock.patch.object(module, "new_id", lambda: chance.randbytes(16))
             )
@@ -218,8 +218,8 @@ class Lives(RuleBasedStateMachine):
         parts = [Part(model, column, page) for page in page_keys]
         link = Link(chain[start - 1] if start else ROOT, start)
         values = [self._bytes(part) for part in parts]
-        trailing = column.pool == "swa"
-        assert put(process.spaces[model], page_keys, values, column, link, trailing=trailing).all()
+        window = int(column.pool == "swa")
+        assert put(process.spaces[model], page_keys, values, column, link, window=window).all()
         process.waiting |= set(parts)
         self.may |= set(parts) - self.must
 

@@ -13,10 +13,10 @@ import pytest
 from lab import TOOLS
 from powercut.workload import IDENTITY, KV, put, settings
 
+from kvtier.deletion import bury
 from kvtier.format import column_id
 from kvtier.index import Index
 from kvtier.pages import ROOT, Link
-from kvtier.retention import bury
 from kvtier.store import Store
 
 KEYS = [bytes([number]) * 32 for number in range(3)]

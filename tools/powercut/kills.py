@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.check import check
+from kvtier.collection import collect
+from kvtier.deletion import bury
 from kvtier.index import Index
 from kvtier.layout import Layout
-from kvtier.retention import bury, collect
 from powercut.process import Child, checked, hear_some
 from powercut.result import Result
 from powercut.workload import Oracle, Send, delete, settings, verify, write

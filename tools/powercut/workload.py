@@ -20,12 +20,12 @@ import numpy.ma
 import numpy.typing as npt
 
 from kvtier.backends.local import disk_usage
+from kvtier.collection import collect
 from kvtier.config import Config
 from kvtier.identity import Identity
 from kvtier.index import Index
 from kvtier.layout import Layout
 from kvtier.pages import ROOT, Column, Link, PageBuffers, PoolPages
-from kvtier.retention import collect
 from kvtier.store import Namespace, Store
 
 Message = dict[str, Any]
@@ -109,7 +109,7 @@ def put(namespace: Namespace, rank: int, pool: Pool, keys: Sequence[bytes], link
     """Put pages whose memory is reused at once; whether all were taken."""
     column = pool.column(rank)
     memory = content(column, keys, pool.part_bytes)
-    pages = PoolPages(column, list(keys), buffers(memory, pool), pool.trailing)
+    pages = PoolPages(column, list(keys), buffers(memory, pool), int(pool.trailing))
     answer = namespace.put(pages, link)
     memory[:] = GUARD
     return bool(answer.all())

@@ -1,0 +1,125 @@
+"""Brings a store under a limit, beside running servers or without any: choose, delete, free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.backends.local import disk_usage
+from kvtier.chains import Chains, chains
+from kvtier.deletion import delete, drop_ballast
+from kvtier.errors import IdentityError
+from kvtier.identity import stored_identity
+from kvtier.index import Index
+from kvtier.layout import Layout
+from kvtier.pins import pinned
+from kvtier.retention import Victims, plan
+from kvtier.space import reclaim
+from kvtier.tails import TAILS_PER_CHAIN, grid_pages
+
+_ROUNDS = 8
+"""Freeing is measured and repeated: shared blocks of the file system make estimates short."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Collected:
+    """What a collection did, or would do. Sizes in bytes of the file system."""
+
+    before: int
+    after: int
+    limit: int
+    pages: int = 0
+    tails: int = 0
+    """Parts of trailing pools that others supersede."""
+    sessions: int = 0
+    """Sessions that lost their end."""
+    leaves: set[bytes] = field(default_factory=set, repr=False)
+    """Leaves there were before."""
+
+    @property
+    def enough(self) -> bool:
+        """Whether the limit holds now."""
+        return self.after <= self.limit
+
+    def count(self, victims: Sequence[Victims]) -> None:
+        """Add what was deleted."""
+        for v in victims:
+            self.pages += len(v.pages)
+            self.tails += len(v.tails)
+            keys = (v.chains.keys[page].tobytes() for page in v.pages.tolist())
+            self.sessions += sum(key in self.leaves for key in keys)
+
+
+def collect(
+    layout: Layout,
+    index: Index,
+    limit: int,
+    *,
+    grace: float,
+    tails_per_chain: int = TAILS_PER_CHAIN,
+    dry_run: bool = False,
+    progress: Progress = lambda text: None,
+) -> Collected:
+    """Drop superseded tails, and bring the store under `limit` bytes on disk.
+
+    `grace`: seconds in which pages that are about to go are still read, and kept after all if
+    somebody builds on them; not waited where no writer lives. OSError if the store cannot be
+    written.
+    """
+    before = disk_usage(layout.path)
+    result = Collected(before, before, limit)
+    if dry_run:
+        progress("choosing pages")
+        victims, found = _choose(layout, index, before - limit, tails_per_chain)
+        result.leaves = _leaves(found)
+        result.count(victims)
+        result.after = before - sum(v.bytes for v in victims)
+        return result
+    progress("freeing space of pages that are already gone")
+    result.after = reclaim(layout, index)
+    for _ in range(_ROUNDS):
+        progress("choosing pages")
+        since = index.mark(), time.time_ns()
+        victims, found = _choose(layout, index, result.after - limit, tails_per_chain)
+        result.leaves = result.leaves or _leaves(found)
+        if not victims:
+            break
+        progress(f"deleting; readers of running servers have {grace:g} s")
+        gone = delete(layout, index, victims, since=since, wait=lambda: time.sleep(grace))
+        result.count(gone)
+        progress("freeing space")
+        result.after = reclaim(layout, index)
+        if result.enough:
+            break
+    if not result.enough:
+        drop_ballast(layout)
+        result.after = disk_usage(layout.path)
+    return result
+
+
+def _choose(
+    layout: Layout, index: Index, need: int, tails_per_chain: int
+) -> tuple[list[Victims], list[Chains]]:
+    found = chains(index)
+    victims = plan(
+        found,
+        need,
+        grids={c.namespace: _grid(layout, c.namespace) for c in found},
+        pins=pinned(layout),
+        tails_per_chain=tails_per_chain,
+    )
+    return victims, found
+
+
+def _grid(layout: Layout, namespace: bytes) -> int:
+    try:
+        return grid_pages(stored_identity(layout.namespaces, namespace.hex()).page_tokens)
+    except IdentityError:
+        return 0
+
+
+def _leaves(found: Sequence[Chains]) -> set[bytes]:
+    return {c.keys[leaf].tobytes() for c in found for leaf in c.leaves().tolist()}
