@@ -48,3 +48,14 @@ def _lost(wanted: str) -> str | None:
     there = inspect.signature(found).parameters
     missing = [p for p in listed.rstrip(")").split(", ") if p not in there]
     return f"{name} (without {', '.join(missing)})" if missing else None
+
+
+def refuse_without_plugins(server_args: Any) -> str | None:
+    """The refusal of patches to what serves HTTP: not every process of that kind loads plugins."""
+    from sglang.srt.environ import envs
+
+    if server_args.tokenizer_worker_num > 1:
+        return "--tokenizer-worker-num above 1 starts processes that load no plugins"
+    if envs.SGLANG_RUST_SERVER.get():
+        return "SGLANG_RUST_SERVER serves HTTP without Python"
+    return None
