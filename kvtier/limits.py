@@ -7,10 +7,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.layout import Layout, sync_directory
@@ -95,7 +95,11 @@ class Limits:
 Named = dict[str, Amount | int]
 """Limits by name, as a limits file has them: no name, no say."""
 
-_PARSERS = {"limit": parse_amount, "min_free": parse_amount, "daily_writes": parse_size}
+_PARSERS: dict[str, Callable[[Any], Amount | int]] = {
+    "limit": parse_amount,
+    "min_free": parse_amount,
+    "daily_writes": parse_size,
+}
 
 
 def read_limits(layout: Layout) -> Named:
@@ -154,7 +158,7 @@ class LimitsFile:
         damaged file is logged once and counts as absent, one that cannot be read as unchanged."""
         try:
             status = (self._layout.path / FILE).lstat()
-            seen = (status.st_ino, status.st_mtime_ns, status.st_size)
+            seen: tuple[int, ...] = (status.st_ino, status.st_mtime_ns, status.st_size)
         except FileNotFoundError:
             seen = ()
         except OSError:

@@ -11,6 +11,7 @@ from kvtier.cli.fsck import fsck
 from kvtier.cli.gc import gc
 from kvtier.cli.inspect import inspect
 from kvtier.cli.launch import launch
+from kvtier.cli.limit import limit
 from kvtier.cli.patches import patches
 from kvtier.cli.plan import plan
 from kvtier.errors import KvtierError
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(inspect)
 app.command()(gc)
+app.command()(limit)
 app.command()(fsck)
 app.command()(patches)
 app.command(context_settings={"allow_extra_args": True})(launch)

@@ -78,9 +78,7 @@ def test_settings_have_limits() -> None:
         Config(min_free=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^KVTIER_LIMIT: '120%' is not a share"):
         Config.load(None, {"KVTIER_LIMIT": "120%"})
-    with pytest.raises(
-        ConfigError, match=r"^daily_writes is '2000Ti': give a size from 0 to"
-    ):
+    with pytest.raises(ConfigError, match=r"^daily_writes is '2000Ti': give a size from 0 to"):
         Config.load({"daily_writes": "2000Ti"}, {})
 
 
