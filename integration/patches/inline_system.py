@@ -10,6 +10,8 @@ has no such token and its encoder joins them to the first itself; it has one for
 stands for the same: instructions within a conversation.
 """
 
+# ruff: noqa: RUF001 (DeepSeek writes its control tokens with such bars)
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

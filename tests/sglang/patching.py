@@ -5,6 +5,8 @@ serving classes and DeepSeek encoder; only the tokenizer manager behind them is 
 the length of a prompt with SGLang's own function, keeps the request, and answers.
 """
 
+# ruff: noqa: RUF001 (DeepSeek writes its control tokens with such bars)
+
 from __future__ import annotations
 
 import inspect
