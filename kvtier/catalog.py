@@ -151,6 +151,12 @@ class Catalog:
         """Runs that came since the snapshot."""
         return len(self._late_runs)
 
+    def snapshot_bytes(self) -> int:
+        """About what a snapshot of all this takes, rather more: frames, rows, and a table that
+        may be a quarter full."""
+        frames = len(self._frames) + sum(len(run.frame) for run in self._late_runs)
+        return (1 << 20) + frames + 24 * (len(self._rows) + len(self._late_runs)) + 64 * len(self)
+
     def parents_since(self, mark: int) -> set[bytes]:
         """Parents of the runs that came after the first `mark` late ones."""
         runs = (decode_run(decode_frame(run.frame, 0).body) for run in self._late_runs[mark:])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvtier.backends.local import disk_usage
 from kvtier.chains import Chains, chains
-from kvtier.deletion import delete, drop_ballast
+from kvtier.deletion import BALLAST_BYTES, delete, drop_ballast
 from kvtier.errors import IdentityError
 from kvtier.identity import stored_identity
 from kvtier.index import Index
@@ -20,6 +20,9 @@ from kvtier.tails import TAILS_PER_CHAIN, grid_pages
 
 _ROUNDS = 8
 """Freeing is measured and repeated: shared blocks of the file system make estimates short."""
+
+_SMALL = 64 * BALLAST_BYTES
+"""A limit below this is better spent on pages than on ballast."""
 
 Progress = Callable[[str], None]
 
@@ -78,6 +81,8 @@ def collect(
         result.count(victims)
         result.after = before - sum(v.bytes for v in victims)
         return result
+    if limit < _SMALL:
+        drop_ballast(layout)
     progress("freeing space of pages that are already gone")
     result.after = reclaim(layout, index)
     for _ in range(_ROUNDS):
@@ -94,9 +99,6 @@ def collect(
         result.after = reclaim(layout, index)
         if result.enough:
             break
-    if not result.enough:
-        drop_ballast(layout)
-        result.after = disk_usage(layout.path)
     return result
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvtier import telemetry
 from kvtier.backends.local import WRITE_BYTES, SegmentWriter
 from kvtier.breaker import Breaker
+from kvtier.collector import Collector
 from kvtier.complaints import Complaints
 from kvtier.config import Config
 from kvtier.format import (
@@ -20,6 +21,7 @@ from kvtier.format import (
     FrameType,
     Grave,
     Run,
+    align,
     column_id,
     encode_columns,
     encode_run,
@@ -30,8 +32,12 @@ from kvtier.index import Index
 from kvtier.layout import Layout
 from kvtier.memory import Ring, Slice
 from kvtier.pages import ROOT, U64, Column, Link
+from kvtier.quota import Quota
 
 logger = logging.getLogger("kvtier")
+
+_SPACE_SHARE = 0.8
+"""Of `put_deadline`, for a collection to free space: puts that wait should not give up first."""
 
 _Pages = set[bytes]
 
@@ -63,6 +69,8 @@ class _Batch:
         self.began = 0.0
         self.pieces: list[Staged] = []
         self.size = 0
+        self.reserved = 0
+        """Bytes on disk that the store's limits grant it."""
         self.writers: dict[bool, SegmentWriter] = {}
         """The segment for tails (True) and for all else, once something was written there."""
         self.at: defaultdict[bool, list[tuple[Staged, int]]] = defaultdict(list)
@@ -73,13 +81,24 @@ class Committer:
     """A queue of staged pages and the thread that commits them in batches."""
 
     def __init__(
-        self, layout: Layout, index: Index, ring: Ring, config: Config, breaker: Breaker
+        self,
+        layout: Layout,
+        index: Index,
+        ring: Ring,
+        config: Config,
+        *,
+        breaker: Breaker,
+        quota: Quota,
+        collector: Collector,
     ) -> None:
+        """`breaker`: of writes."""
         self._layout = layout
         self._index = index
         self._ring = ring
         self._config = config
         self._breaker = breaker
+        self._quota = quota
+        self._collector = collector
         self._writer = new_id()[:12]
         self._next_number = 0
         self._open: dict[bool, SegmentWriter] = {}
@@ -199,6 +218,7 @@ class Committer:
                 logger.exception("kvtier: a commit failed in an unexpected way; it was given up")
                 self.failures += 1
             if due:
+                self._quota.spend(batch.reserved)
                 self._settle(batch.pieces)
                 batch = _Batch(self.failures)
 
@@ -262,6 +282,7 @@ class Committer:
         at = batch.at[trailing]
         start = len(at)
         try:
+            self._reserve(batch, sum(align(len(p.keys) * p.part_bytes) for p in pieces))
             writer = batch.writers.get(trailing) or self._segment(trailing)
             batch.writers[trailing] = writer
             for piece in pieces:
@@ -270,6 +291,17 @@ class Committer:
         except OSError as error:
             at[start:] = [(piece, 0) for piece in pieces]
             self._give_up(batch, trailing, error)
+
+    def _reserve(self, batch: _Batch, size: int) -> None:
+        """Take so many bytes of what the store may hold. OSError if they don't become free in
+        time."""
+        give_up = time.monotonic() + _SPACE_SHARE * self._config.put_deadline
+        while not self._quota.reserve(size):
+            left = give_up - time.monotonic()
+            too_large = self._quota.headroom() < size
+            if left <= 0 or not (too_large and self._collector.wait_for_space(size, left)):
+                raise OSError(errno.EDQUOT, self._quota.reason)
+        batch.reserved += size
 
     def _commit(self, batch: _Batch, records: list[tuple[FrameType, bytes]]) -> None:
         if records:
@@ -318,7 +350,10 @@ class Committer:
         except OSError as error:
             self._give_up(batch, trailing, error)
             return
-        telemetry.WRITTEN_BYTES.inc(sum(p.part_bytes * len(p.keys) for p, _ in reachable))
+        written = sum(p.part_bytes * len(p.keys) for p, _ in reachable)
+        telemetry.WRITTEN_BYTES.inc(written)
+        if trailing:
+            self._collector.wrote_tails(written)
 
     def _reachable(self, piece: Staged, arrived: dict[tuple[bytes, Column], _Pages]) -> bool:
         parent, anchor = piece.link.parent, piece.anchor

@@ -14,6 +14,7 @@ from kvtier.errors import ConfigError
 from kvtier.limits import Amount, Limits, parse_amount
 from kvtier.patches import VARIABLES as PATCH_VARIABLES
 from kvtier.sizes import exact_size, parse_size
+from kvtier.tails import TAILS_PER_CHAIN
 
 PREFIX = "KVTIER_"
 """Every setting is also an environment variable: `commit_size` is KVTIER_COMMIT_SIZE."""
@@ -137,7 +138,13 @@ class Config:
     )
     direct_io: bool = _switch(True, "Pass by the page cache where the file system can (O_DIRECT)")
     grace: float = _seconds(
-        5.0, 0.0, 3600.0, "Time between logging a deletion and freeing its space"
+        5.0, 0.0, 3600.0, "Time in which pages that are about to be deleted can still be read"
+    )
+    tails_per_chain: int = _count(
+        TAILS_PER_CHAIN,
+        1,
+        10_000,
+        "Most boundaries kept per chain, of pools that are needed at boundaries only (SWA)",
     )
 
     def __post_init__(self) -> None:

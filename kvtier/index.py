@@ -166,6 +166,11 @@ class Index:
         """So much came since the snapshot that a new one is worth its write."""
         return max(self._catalog.late_pages, self._catalog.late_runs) > LATE_PAGES
 
+    def snapshot_bytes(self) -> int:
+        """About what a snapshot of all this takes on disk, rather more."""
+        with self._lock:
+            return self._catalog.snapshot_bytes()
+
     def save(self) -> None:
         """Write a snapshot of all this and go on from it.
 

@@ -10,11 +10,13 @@ from collections.abc import Callable
 
 from kvtier import telemetry
 from kvtier.breaker import Breaker
+from kvtier.collector import Collector
 from kvtier.committer import Committer
 from kvtier.complaints import Complaints
 from kvtier.format import FrameType, encode_recency
 from kvtier.index import Index
 from kvtier.layout import Layout
+from kvtier.quota import Quota
 from kvtier.space import reclaim
 from kvtier.status import StatusFile
 
@@ -24,7 +26,8 @@ ROUND_SECONDS = 1.0
 CATCH_UP_SECONDS = 0.1
 """A lookup waits this long for a round that reads what was just committed elsewhere."""
 
-RECENCY_SECONDS = 30.0
+RECENCY_SECONDS = 2.0
+"""Deletions spare what was used; they wait a grace time for what is logged here."""
 
 SAVE_PAUSE_SECONDS = 60.0
 """A snapshot that could not be saved is tried again after this time: on a full disk every attempt
@@ -39,10 +42,15 @@ class Keeper:
         layout: Layout,
         index: Index,
         committer: Committer,
+        *,
         breakers: tuple[Breaker, Breaker],
+        collector: Collector,
+        quota: Quota,
         page_tokens: Callable[[bytes], int],
     ) -> None:
         """`breakers`: of reads and of writes. `page_tokens`: tokens of a page of a namespace."""
+        self._collector = collector
+        self._quota = quota
         self._layout = layout
         self._index = index
         self._committer = committer
@@ -56,7 +64,7 @@ class Keeper:
         self._recoveries = 0
         self._begun = self._rounds = 0
         self._round_done = threading.Condition()
-        self._wake = threading.Event()
+        self._wake = collector.wake
         self._closing = False
         self._thread = threading.Thread(target=self._keep, name="kvtier-keeper", daemon=True)
         self._thread.start()
@@ -88,6 +96,18 @@ class Keeper:
             used = self._used.pop(namespace)
             body = encode_recency(namespace, list(used.items()))
             self._committer.record(FrameType.RECENCY, body)
+
+    def save_index(self) -> bool:
+        """Save a snapshot, if there is room for it beside the old one. OSError if it cannot be
+        written."""
+        size = self._index.snapshot_bytes()
+        if not self._quota.reserve(size):
+            return False
+        try:
+            self._index.save()
+        finally:
+            self._quota.spend(size)
+        return True
 
     def reclaim_at(self, when: float) -> None:
         """Give space of deleted pages back at this monotonic time."""
@@ -127,10 +147,12 @@ class Keeper:
         if time.monotonic() >= self._reclaim_at:
             self._reclaim_at = math.inf
             reclaim(self._layout, self._index)
+            self._quota.measure()
         if self._index.stale() and time.monotonic() >= self._save_at:
             self._save_at = time.monotonic() + SAVE_PAUSE_SECONDS
-            self._index.save()
-            self._save_at = 0.0
+            if self.save_index():
+                self._save_at = 0.0
+        self._collector.tick()
 
     def _tell(self) -> None:
         pages, waited = self._committer.window()

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvtier import telemetry
 from kvtier.breaker import Breaker
+from kvtier.collector import Collector
 from kvtier.committer import Committer
 from kvtier.config import Config
 from kvtier.deletion import keep_ballast
@@ -29,6 +30,7 @@ from kvtier.layout import Layout
 from kvtier.memory import Ring
 from kvtier.pages import ROOT, Bools, Column, Link, PageBuffers, PoolPages
 from kvtier.place import find_store
+from kvtier.quota import Quota
 from kvtier.reader import Reader
 from kvtier.stager import Offer, Stager
 from kvtier.tails import grid_pages
@@ -47,15 +49,27 @@ class Store:
         self.index = Index(layout)
         ring = Ring(config.staging_size)
         self.reads, self.writes = Breaker("reads"), Breaker("writes")
-        self._committer = Committer(layout, self.index, ring, config, self.writes)
+        self.quota = Quota(layout, config.limits)
+        self._collector = Collector(layout, self.quota, config)
+        self._committer = Committer(
+            layout,
+            self.index,
+            ring,
+            config,
+            breaker=self.writes,
+            quota=self.quota,
+            collector=self._collector,
+        )
         self._reader = Reader(layout, self.index, config, self.reads)
         self._page_tokens: dict[bytes, int] = {}
         self._keeper = Keeper(
             layout,
             self.index,
             self._committer,
-            (self.reads, self.writes),
-            lambda namespace: self._page_tokens.get(namespace, 0),
+            breakers=(self.reads, self.writes),
+            collector=self._collector,
+            quota=self.quota,
+            page_tokens=lambda namespace: self._page_tokens.get(namespace, 0),
         )
         self._stager = Stager(
             index=self.index,
@@ -138,6 +152,7 @@ class Store:
         self._keeper.log_recency()
         self._stager.close()
         self.closed = True
+        self._collector.close()
         self._committer.close(timeout)
         self._keeper.close(timeout)
         self._reader.close()
@@ -145,6 +160,7 @@ class Store:
         saving = threading.Thread(target=self._save_index, name="kvtier-save", daemon=True)
         saving.start()
         saving.join(timeout)
+        self.quota.close()
 
     def canary(self) -> None:
         """Write, sync and read back one family the way pages go, then forget it.
@@ -213,7 +229,7 @@ class Store:
 
     def _save_index(self) -> None:
         try:
-            self.index.save()
+            self._keeper.save_index()
         except OSError as error:
             logger.warning("kvtier: cannot save the index (%s); the next start reads more", error)
 

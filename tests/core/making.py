@@ -55,7 +55,12 @@ def identity(model: str = "model") -> Identity:
 
 def settings(root: Path, **changes: Any) -> Config:
     """Settings for small stores that commit at once."""
-    values = {"commit_interval": 0.0, "staging_size": 4 << 20, "commit_size": 1 << 20}
+    values: dict[str, Any] = {
+        "min_free": 0,
+        "commit_interval": 0.0,
+        "staging_size": 4 << 20,
+        "commit_size": 1 << 20,
+    }
     return Config(root=root, **(values | {"segment_size": 16 << 20} | changes))
 
 

@@ -15,7 +15,6 @@ from making import KV, contents, fresh_index, get, get_each, keys, opened, put
 from kvtier.backends.local import disk_usage
 from kvtier.chains import Chains, chains
 from kvtier.collection import collect
-from kvtier.deletion import BALLAST_BYTES
 from kvtier.index import Index
 from kvtier.pages import Column, Link
 from kvtier.store import Namespace, Store
@@ -149,9 +148,9 @@ def test_the_space_of_a_cleared_namespace_is_given_back(tmp_path: Path) -> None:
         put(other, kept, contents(kept, SIZE))
         assert store.flush(60)
         namespace.clear()
-        collect(store.layout, store.index, 30 * SIZE + BALLAST_BYTES, grace=0.0)
+        collect(store.layout, store.index, 30 * SIZE, grace=0.0)
         assert get(other, kept, SIZE) == contents(kept, SIZE)
-        assert disk_usage(store.root) <= 30 * SIZE + BALLAST_BYTES
+        assert disk_usage(store.root) <= 30 * SIZE
 
 
 def _identity(model: str):  # type: ignore[no-untyped-def]
