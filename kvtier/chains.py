@@ -5,7 +5,7 @@ For tools (inspect, gc, fsck): built from all runs of an index, in flat arrays, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,6 +108,22 @@ class Chains:
             )
             for leaf in leaves.tolist()
         ]
+
+    def pages_of(self, keys: Collection[bytes]) -> Ints:
+        """Where pages of these keys are, as far as they are stored."""
+        wanted = set(keys)
+        if not wanted:
+            return np.zeros(0, np.int64)
+        there = [page for page, key in enumerate(self.keys) if key.tobytes() in wanted]
+        return np.array(there, np.int64)
+
+    def own(self, leaf: int) -> Ints:
+        """The pages of a session that no other session shares, its leaf first."""
+        forks, pages = self._forks(), []
+        while leaf < len(self) and not forks[leaf]:
+            pages.append(leaf)
+            leaf = int(self.parent[leaf])
+        return np.array(pages, np.int64)
 
     def useful_without(self, gone: Bools) -> Bools:
         """`useful` if the pages `gone`, (n,), were not there."""

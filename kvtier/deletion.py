@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvtier.backends.local import SegmentWriter
-from kvtier.chains import Chains
+from kvtier.chains import Chains, chains
 from kvtier.entries import Ints
 from kvtier.format import FrameType, Grave, encode_tombstone, new_id
 from kvtier.index import Index
@@ -63,6 +63,20 @@ def delete(
     index.refresh()
     index.ring()
     return gone
+
+
+def forget(
+    layout: Layout, index: Index, choose: Callable[[list[Chains]], Sequence[Victims]]
+) -> list[Victims]:
+    """Log as gone at once what `choose` picks of all chains, used or not; the victims. No commit
+    is made meanwhile, so nobody builds on them. OSError if the store cannot be written."""
+    with _log(layout) as log, layout.lock():
+        index.refresh(alone=True)
+        victims = list(choose(chains(index)))
+        log(FrameType.TOMBSTONE, _all_graves(victims))
+    index.refresh()
+    index.ring()
+    return victims
 
 
 def bury(layout: Layout, dead: Sequence[Grave]) -> None:

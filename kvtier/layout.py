@@ -22,6 +22,7 @@ SEGMENTS = "segments"
 NAMESPACES = "namespaces"
 INDEX = "index"
 LOCK = "lock"
+GATE = "gate"
 PINS = "pins"
 PAYLOAD_SUFFIX = ".kvs"
 MANIFEST_SUFFIX = ".kvm"
@@ -103,16 +104,32 @@ class Layout:
     def lock(self, *, shared: bool = False) -> Iterator[None]:
         """Hold the store's commit lock: writers share it, a deletion or a snapshot has it alone.
 
-        It ends with the process that holds it, also after kill -9.
+        It ends with the process that holds it, also after kill -9. Who wants it alone closes the
+        gate before it waits, or writers that follow each other would keep it out for ever.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self.path / LOCK, flags, 0o600)
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        gate = self._lock_file(GATE)
         try:
-            self.adopt(self.path / LOCK)
-            fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-            yield
+            fcntl.flock(gate, kind)
+            fd = self._lock_file(LOCK)
+            try:
+                fcntl.flock(fd, kind)
+                fcntl.flock(gate, fcntl.LOCK_UN)
+                yield
+            finally:
+                os.close(fd)
         finally:
+            os.close(gate)
+
+    def _lock_file(self, name: str) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self.path / name, flags, 0o600)
+        try:
+            self.adopt(self.path / name)
+        except BaseException:
             os.close(fd)
+            raise
+        return fd
 
     def adopt(self, path: Path) -> None:
         """Give a file made by root to the store's owner, so that a root shell leaves nothing
@@ -172,7 +189,7 @@ def _create(path: Path) -> None:
         foreign = [
             name
             for name in names
-            if name not in (SEGMENTS, NAMESPACES, INDEX, LOCK, PINS, "lost+found")
+            if name not in (SEGMENTS, NAMESPACES, INDEX, LOCK, GATE, PINS, "lost+found")
             and not name.startswith(f".{SUPERBLOCK}.")
         ]
         if foreign:

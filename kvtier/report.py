@@ -14,6 +14,7 @@ from kvtier.errors import IdentityError
 from kvtier.identity import Identity, stored_identity
 from kvtier.index import Health, Index
 from kvtier.layout import (
+    GATE,
     INDEX,
     LOCK,
     MANIFEST_SUFFIX,
@@ -25,6 +26,7 @@ from kvtier.layout import (
     Layout,
     segment_id,
 )
+from kvtier.limits import FILE as LIMITS
 from kvtier.status import Status, statuses
 
 
@@ -113,7 +115,7 @@ def _ours(folder: Path, place: str, name: str) -> bool:
         return False
     stem, _, ending = name.rpartition(".")
     return {
-        ".": name in (SUPERBLOCK, LOCK),
+        ".": name in (SUPERBLOCK, LOCK, GATE, LIMITS),
         SEGMENTS: f".{ending}" in (PAYLOAD_SUFFIX, MANIFEST_SUFFIX) and bool(segment_id(stem)),
         NAMESPACES: ending == "json" and len(stem) == 32,
         INDEX: True,

@@ -58,7 +58,7 @@ def plan(
     `grids`: namespace to `tails.grid_pages` of its pages. `pins`: namespace to keys of pages that
     go last, with all before them.
     """
-    held = {c.namespace: _pages_of(c, pins.get(c.namespace, ())) for c in found}
+    held = {c.namespace: c.pages_of(pins.get(c.namespace, ())) for c in found}
     tails = {
         c.namespace: superseded(
             c, grids.get(c.namespace, 0), tails_per_chain, anchors=held[c.namespace]
@@ -133,14 +133,6 @@ def choose(found: Collection[Chains], need: int, held: Mapping[bytes, Ints]) -> 
             lost |= ~(c.useful_without(lost) | young[mine] | pinned[mine])
         chosen[c.namespace] = page[mine][lost]
     return chosen
-
-
-def _pages_of(c: Chains, keys: Collection[bytes]) -> Ints:
-    """Where these keys are in the chains, as far as they are stored."""
-    wanted = set(keys)
-    if not wanted:
-        return np.zeros(0, np.int64)
-    return np.array([i for i, key in enumerate(c.keys) if key.tobytes() in wanted], np.int64)
 
 
 def _by_path(c: Chains, pages: Ints) -> list[Ints]:

@@ -13,7 +13,9 @@ from kvtier.cli.inspect import inspect
 from kvtier.cli.launch import launch
 from kvtier.cli.limit import limit
 from kvtier.cli.patches import patches
+from kvtier.cli.pin import pin, unpin
 from kvtier.cli.plan import plan
+from kvtier.cli.wipe import wipe
 from kvtier.errors import KvtierError
 
 app = typer.Typer(
@@ -27,6 +29,9 @@ app = typer.Typer(
 app.command()(inspect)
 app.command()(gc)
 app.command()(limit)
+app.command()(pin)
+app.command()(unpin)
+app.command()(wipe)
 app.command()(fsck)
 app.command()(patches)
 app.command(context_settings={"allow_extra_args": True})(launch)

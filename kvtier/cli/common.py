@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,11 @@ import typer
 from rich.console import Console
 
 from kvtier import place
+from kvtier.chains import Chains
+from kvtier.config import PREFIX, Config
+from kvtier.errors import StoreError
 from kvtier.layout import Layout
+from kvtier.limits import Cap, LimitsFile, Space
 
 Root = Annotated[
     Path | None,
@@ -25,6 +30,34 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document fo
 out = Console()
 progress = Console(stderr=True)
 """Progress goes to standard error, so that output can be piped."""
+
+
+def settings(*names: str) -> Config:
+    """The settings of these names from the environment, the others as they are without it."""
+    variables = {PREFIX + name.upper() for name in names}
+    return Config.load(None, {k: v for k, v in os.environ.items() if k in variables})
+
+
+def cap_of(layout: Layout, used: int) -> Cap:
+    """What a store that takes `used` bytes may take: by its own limits and the environment's."""
+    limits = settings("limit", "min_free").limits
+    return LimitsFile(layout, limits).current().cap(used, Space.of(layout.path))
+
+
+def find_session(found: list[Chains], key: str) -> tuple[Chains, int]:
+    """The one session whose leaf's key begins so, and its leaf; StoreError for none or more."""
+    hits = [
+        (c, leaf)
+        for c in found
+        for leaf in c.leaves().tolist()
+        if c.keys[leaf].tobytes().hex().startswith(key.lower())
+    ]
+    if len(hits) != 1:
+        raise StoreError(
+            f"{len(hits)} sessions have a key that begins with {key!r}: "
+            "take one from the table of `kvtier inspect`, with more digits."
+        )
+    return hits[0]
 
 
 def find_store(root: Path | None) -> Layout:

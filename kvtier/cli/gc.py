@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from typing import Annotated
 
 import typer
 
-from kvtier.cli.common import AsJson, Root, count, find_store, out, progress
+from kvtier.backends.local import disk_usage
+from kvtier.cli.common import AsJson, Root, cap_of, count, find_store, out, progress, settings
 from kvtier.collection import collect
-from kvtier.config import Config
-from kvtier.errors import StoreError
+from kvtier.collector import alone
 from kvtier.index import Index
 from kvtier.sizes import format_size, parse_size
 
@@ -19,7 +19,12 @@ from kvtier.sizes import format_size, parse_size
 def gc(
     root: Root = None,
     limit: Annotated[
-        str, typer.Option(metavar="SIZE", help="What the store may take (needed): 1000G, 1.5Ti, 0.")
+        str,
+        typer.Option(
+            metavar="SIZE",
+            show_default="the store's own limits, see kvtier limit",
+            help="What the store may take: 1000G, 1.5Ti, 0.",
+        ),
     ] = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would go, and change nothing.")
@@ -28,23 +33,32 @@ def gc(
 ) -> None:
     """Bring a store under a limit, beside running servers or without any.
 
-    The ends of the sessions that were not used for longest go first; no page that another needs
-    ever goes before it. K, M, G, T are powers of 1000; Ki, Mi, Gi, Ti of 1024. Exit status 1 if
-    the limit cannot be reached (foreign files, or space a running server holds).
+    Tails that later ones supersede go first, then the ends of the sessions that were not used for
+    longest, pinned ones last; no page that another needs ever goes before it. K, M, G, T are powers
+    of 1000; Ki, Mi, Gi, Ti of 1024. Exit status 1 if the limit cannot be reached (foreign files, or
+    space a running server holds).
 
     Examples:
 
     * `kvtier gc --limit 1000G /mnt/nvme`
     * `kvtier gc --limit 500Gi --dry-run`
     """
-    if not limit:
-        raise StoreError("Say how much the store may take on disk, for example --limit 1000G.")
-    size = parse_size(limit)
     layout = find_store(root)
-    grace = Config.load(None, {k: v for k, v in os.environ.items() if k == "KVTIER_GRACE"}).grace
+    size = parse_size(limit) if limit else cap_of(layout, disk_usage(layout.path)).bytes
+    config = settings("grace", "tails_per_chain")
     with progress.status(f"reading {layout.path}") as status:
-        index = Index(layout, readonly=dry_run)
-        done = collect(layout, index, size, grace=grace, dry_run=dry_run, progress=status.update)
+        status.update("waiting for another collection")
+        with contextlib.nullcontext() if dry_run else alone(layout, wait=True):
+            index = Index(layout, readonly=dry_run)
+            done = collect(
+                layout,
+                index,
+                size,
+                grace=config.grace,
+                tails_per_chain=config.tails_per_chain,
+                dry_run=dry_run,
+                progress=status.update,
+            )
     if as_json:
         document = {
             "limit_bytes": size,
@@ -52,6 +66,7 @@ def gc(
             "after_bytes": done.after,
             "freed_bytes": done.before - done.after,
             "pages": done.pages,
+            "tails": done.tails,
             "sessions": done.sessions,
             "dry_run": dry_run,
             "enough": done.enough,
@@ -60,9 +75,10 @@ def gc(
     else:
         verb = "Would free" if dry_run else "Freed"
         out.print(
-            f"{verb} {format_size(done.before - done.after)}: {count(done.pages)} pages at the end "
-            f"of {count(done.sessions)} sessions. {'Then' if dry_run else 'Now'} "
-            f"{format_size(done.after)} on disk, limit {format_size(size)}.",
+            f"{verb} {format_size(done.before - done.after)}: {count(done.tails)} superseded "
+            f"tails, {count(done.pages)} pages at the end of {count(done.sessions)} sessions. "
+            f"{'Then' if dry_run else 'Now'} {format_size(done.after)} on disk, limit "
+            f"{format_size(size)}.",
             highlight=False,
         )
         if not done.enough:

@@ -86,6 +86,7 @@ def test_every_file_of_a_store_is_in_the_document(tmp_path: Path) -> None:
         names = {
             "kvtier.json",
             "lock",
+            "gate",
             "index/snapshot",
             "index/doorbell",
             "index/ballast",

@@ -15,6 +15,7 @@ from making import KV, contents, fresh_index, get, get_each, keys, opened, put
 from kvtier.backends.local import disk_usage
 from kvtier.chains import Chains, chains
 from kvtier.collection import collect
+from kvtier.deletion import drop_ballast
 from kvtier.index import Index
 from kvtier.pages import Column, Link
 from kvtier.store import Namespace, Store
@@ -25,6 +26,7 @@ SWA = Column("swa", "tp0")
 
 def _tree(store: Store, namespace: Namespace, sessions: int, pages: int) -> list[list[bytes]]:
     """Sessions of so many pages below a common head of ten pages; the oldest first."""
+    drop_ballast(store.layout)  # as a collection to a small limit does
     head = keys("system prompt", 10)
     put(namespace, head, contents(head, SIZE))
     grown = []
