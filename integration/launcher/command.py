@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.integration.launcher import plan
 from kvtier.integration.launcher.machine import Machine, p2p_level
@@ -21,9 +22,12 @@ ALIASES = {
     "expert-parallel-size": "ep-size",
     "model": "model-path",
     "tensor-parallel-size": "tp-size",
-    "tp": "tp-size",
 }
 """Other names that SGLang 0.5.23 has for flags of the profiles (a test compares them)."""
+
+
+_PASSED = ("CUDA_", "KVTIER_", "NCCL_", "PYTORCH_", "SGLANG_")
+"""Variables of the caller that reach SGLang and so belong to the exact command."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def build(
     settings = _model_and_store(settings, wanted)
     environment = _environment(settings)
     for name, value in (environ or {}).items():
-        if environment.get(name, value) != value:
+        if name.startswith(_PASSED) and environment.get(name) != value:
             environment[name] = value
             settings = _set(settings, "environment", name, value, "Your environment sets it.")
     given = {name for name, _ in split_flags(wanted.flags)}
@@ -160,6 +164,7 @@ def _derived(settings: list[Setting], machine: Machine) -> list[Setting]:
 def _model_and_store(settings: list[Setting], wanted: Wanted) -> list[Setting]:
     extra = {s.name: s.value for s in settings if s.kind == "store"} | {"root": str(wanted.store)}
     first = Setting("sglang", "model-path", wanted.model, "You gave it.", source="command line")
+    Config.load(extra, {})  # a wrong setting of the store ends here and not after minutes
     settings = [first, *settings]
     if any((s.kind, s.name) == ("sglang", "enable-hierarchical-cache") for s in settings):
         why = "Where the store is, and its settings (docs: README, Settings)."

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtier.config import Config
 from kvtier.integration.launcher.profiles import Model, Profile
 
 GB, GIB = 10**9, 2**30
@@ -50,10 +51,10 @@ class Session:
     """One session in the store. The restore is read by every rank, each for itself."""
 
     tokens: int
-    bytes: int
+    stored: int
+    """KV and the tails that kvtier keeps of it (tails_per_chain)."""
+    restored: int
     """KV and one tail: what a restore reads."""
-    offered: int
-    """KV and every window that SGLang offers: two a chunk."""
     seconds: float
 
 
@@ -104,7 +105,8 @@ def plan(
     host_rank = host_tokens * model.page_bytes // model.page_tokens
     host_rank += int(profile.number("hicache-ratio")) * _windows(profile, model, slots)
     engram = int(model.engram_gb * GB)
-    chunk = int(profile.number("chunked-prefill-size"))
+    kept = profile.get("store", "tails_per_chain")
+    tails = int(kept.value) if kept else Config().tails_per_chain
     return Plan(
         model=model,
         cards=tuple(cards),
@@ -118,7 +120,7 @@ def plan(
         engram=engram,
         host=engram + model.ranks * host_rank + MARGIN,
         sessions=tuple(
-            _session(model, n, chunk, drive_rate)
+            _session(model, n, tails, drive_rate)
             for n in (100_000, 339_000, 777_000, 988_000)
             if n <= model.slot_tokens
         ),
@@ -177,10 +179,8 @@ def _windows(profile: Profile, model: Model, slots: int) -> int:
     return math.ceil(tokens / page) * model.tail_bytes
 
 
-def _session(model: Model, tokens: int, chunk: int, drive_rate: float) -> Session:
-    pages = tokens // model.page_tokens
-    kv = pages * model.page_bytes
+def _session(model: Model, tokens: int, tails: int, drive_rate: float) -> Session:
+    kv = tokens // model.page_tokens * model.page_bytes
     restored = kv + model.tail_bytes
-    windows = 2 * math.ceil(tokens / chunk) * model.tail_bytes if chunk else 0
     seconds = model.ranks * restored / drive_rate + model.ranks * restored / LINK_RATE
-    return Session(tokens, restored, kv + windows, seconds)
+    return Session(tokens, kv + tails * model.tail_bytes, restored, seconds)

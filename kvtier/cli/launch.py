@@ -167,14 +167,14 @@ def _serve(command: Command, wanted: Wanted) -> int:
 def _list() -> None:
     from kvtier.integration.launcher import plan, profiles
 
-    table = Table("profile", "for", "needs", "host memory", "state", box=None)
+    table = Table("profile", "for", "needs", "state", box=None)
     for name in profiles.names():
         profile = profiles.load(name)
-        memory = ""
-        if profile.model is not None:
-            memory = f"{plan.plan(profile, profile.gib).host / plan.GB:,.0f} GB"
         needs = ", ".join(map(str, profile.cards)) or "nothing in particular"
-        table.add_row(name, profile.summary, needs, memory, profile.state)
+        if profile.model is not None:
+            host = plan.plan(profile, profile.gib).host
+            needs += f"; {host / plan.GB:,.0f} GB of host memory"
+        table.add_row(name, profile.summary, needs, profile.state)
     out.print(table, highlight=False)
 
 
@@ -206,9 +206,10 @@ def _explain(profile: Profile, command: Command) -> None:
     out.print(f"{profile.name}: {profile.summary}. {profile.state}.", highlight=False)
     for kind in ("environment", "patches", "store", "sglang"):
         for setting in (s for s in command.settings if s.kind == kind):
-            dashes = "--" if kind == "sglang" else ""
-            value = "" if setting.value is True else f" {setting.value}"
-            out.print(f"\n[bold]{dashes}{escape(setting.name + value)}[/]", highlight=False)
+            dashes, equals = ("--", " ") if kind == "sglang" else ("", "=")
+            value = "" if setting.value is True else f"{equals}{setting.value}"
+            line = escape(f"{dashes}{setting.name}{value}")
+            out.print(f"\n[bold]{line}[/]", highlight=False, soft_wrap=True)
             about = f"{setting.why} [{setting.source}]"
             out.print(f"    {escape(about)}", highlight=False, soft_wrap=True)
             measured = setting.measured or "not measured by itself"

@@ -91,12 +91,12 @@ def _show(found: Plan, drive: str) -> None:
         "tokens and their windows), and a margin.",
         highlight=False,
     )
-    sessions = Table("session", "on the drive", "all that SGLang offers", "restore", box=None)
+    sessions = Table("session", "on the drive", "a restore reads", "in", box=None)
     for session in found.sessions:
         sessions.add_row(
             f"{session.tokens:,} tokens",
-            format_size(session.bytes),
-            format_size(session.offered),
+            format_size(session.stored),
+            format_size(session.restored),
             f"{session.seconds:.1f} s",
         )
     out.print()
