@@ -27,6 +27,7 @@ from kvtier.layout import (
     segment_id,
 )
 from kvtier.limits import FILE as LIMITS
+from kvtier.pins import pinned
 from kvtier.status import Status, statuses
 
 
@@ -47,6 +48,8 @@ class NamespaceReport:
     restorable_bytes: int
     tails: int
     sessions: list[Session]
+    pins: frozenset[bytes] = frozenset()
+    """Keys of pages that go last, with all before them."""
 
     @property
     def page_tokens(self) -> int | None:
@@ -82,6 +85,7 @@ class StoreReport:
 def report(layout: Layout, index: Index) -> StoreReport:
     """Look at everything; changes nothing. OSError if the directory cannot be read."""
     found = {c.namespace: c for c in chains(index)}
+    pins = pinned(layout)
     names = set(found) | set(_documents(layout))
     system = os.statvfs(layout.path)
     return StoreReport(
@@ -93,7 +97,10 @@ def report(layout: Layout, index: Index) -> StoreReport:
         uncommitted=_uncommitted(layout, index),
         health=index.health(),
         processes=statuses(layout),
-        namespaces=[_namespace(layout, index, name, found.get(name)) for name in sorted(names)],
+        namespaces=[
+            _namespace(layout, index, name, found.get(name), frozenset(pins.get(name, ())))
+            for name in sorted(names)
+        ],
     )
 
 
@@ -143,7 +150,9 @@ def _uncommitted(layout: Layout, index: Index) -> int:
     return total
 
 
-def _namespace(layout: Layout, index: Index, name: bytes, found: Chains | None) -> NamespaceReport:
+def _namespace(
+    layout: Layout, index: Index, name: bytes, found: Chains | None, pins: frozenset[bytes]
+) -> NamespaceReport:
     try:
         identity: Identity | None = stored_identity(layout.namespaces, name.hex())
     except IdentityError:
@@ -165,4 +174,5 @@ def _namespace(layout: Layout, index: Index, name: bytes, found: Chains | None) 
         restorable_bytes=int(found.bytes[found.useful].sum()),
         tails=int(found.tail.sum()),
         sessions=found.sessions(),
+        pins=pins,
     )

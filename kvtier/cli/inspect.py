@@ -126,7 +126,7 @@ def _show_namespace(namespace: NamespaceReport) -> None:
             count(session.tails),
             format_size(session.bytes),
             format_size(session.own_bytes),
-            age(session.used_ns),
+            age(session.used_ns) + (", pinned" if session.key in namespace.pins else ""),
         )
     out.print(table)
     if len(namespace.sessions) > _SESSIONS:
@@ -239,4 +239,5 @@ def _session_document(namespace: NamespaceReport, session: Session) -> dict[str,
         "bytes": session.bytes,
         "own_bytes": session.own_bytes,
         "last_use": stamp(session.used_ns),
+        "pinned": session.key in namespace.pins,
     }

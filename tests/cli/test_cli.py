@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 from making import KV, contents, files, identity, keys, opened, put
 
 from kvtier.identity import Identity
@@ -19,11 +17,14 @@ from kvtier.pages import Column, Link
 SIZE = 20_000
 
 
-def kvtier(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def kvtier(
+    *words: str | Path, stdin: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run the command; its output has no line breaks of a narrow terminal."""
     return subprocess.run(
         [sys.executable, "-c", "from kvtier.cli import main; main()", *map(str, words)],
         capture_output=True,
+        input=stdin,
         text=True,
         check=False,
         env={**os.environ, "COLUMNS": "200", **environment},
