@@ -185,15 +185,20 @@ def _back_up_shards(result: bool, controller: Any, transfer: Any) -> bool:
     )
 
 
-def _pass_prefix_keys(
+def _tell_of_chains(
     original: Callable[..., Any], attachment: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """A page's place in its chain comes only with `hicache_storage_pass_prefix_keys`.
+    """A page's place in its chain comes only with `hicache_storage_tell_of_chains`, and how many
+    pages of a sliding window a boundary needs is known to the tree (components/swa.py).
 
     Start and run-time attach both publish their settings through this one method.
     """
-    if kwargs.get("enable_storage") and ours(attachment._cache.cache_controller) is not None:
-        kwargs["hicache_storage_pass_prefix_keys"] = True
+    backend = ours(attachment._cache.cache_controller)
+    if kwargs.get("enable_storage") and backend is not None:
+        kwargs["hicache_storage_tell_of_chains"] = True
+        components = attachment._cache._components_tuple
+        windows = [getattr(component, "full_window_pages", 0) for component in components]
+        backend.window_pages = max(windows, default=0)
     return original(attachment, *args, **kwargs)
 
 
@@ -249,8 +254,8 @@ HOOKS = (
     Hook(
         f"{_ATTACHMENT}.apply_runtime_config",
         HookType.AROUND,
-        _pass_prefix_keys,
-        ("self", "hicache_storage_pass_prefix_keys", "enable_storage"),
+        _tell_of_chains,
+        ("self", "hicache_storage_tell_of_chains", "enable_storage"),
     ),
     *(
         Hook(

@@ -118,6 +118,9 @@ class KvtierStorage(HiCacheStorage):  # type: ignore[misc] # SGLang is not typed
         self.traffic = Traffic() if storage_config.enable_storage_metrics else None
         self.parents_first = True
         """SGLang offers a page after its parent; under write_back it evicts leaves first."""
+        self.window_pages: int | None = None
+        """Pages of its sliding window that SGLang's tree needs before a boundary, 0 without one.
+        None until it is known: then no tail is left out."""
         self.pools: dict[str, HostPages] = {}
         self._columns: dict[str, Column] = {}
         self._lock = threading.Lock()
@@ -375,7 +378,7 @@ class KvtierStorage(HiCacheStorage):  # type: ignore[misc] # SGLang is not typed
         loan = pages.lend(transfer.host_indices, count, filled=True)
         request = self._pool_pages(transfer, loan)
         began = time.perf_counter()
-        stored = namespace.put(request, link)
+        stored = namespace.put(request, link, all_tails=self.window_pages is None)
         self._count("backup", [request], [stored], began)
         answer: list[bool] = stored.tolist()
         return answer
@@ -408,8 +411,14 @@ class KvtierStorage(HiCacheStorage):  # type: ignore[misc] # SGLang is not typed
             self._columns[str(transfer.name)],
             page_keys(transfer.keys),
             loan.buffers,
-            trailing=transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES,
+            window=self._window(transfer),
         )
+
+    def _window(self, transfer: PoolTransfer) -> int:
+        if transfer.hit_policy != PoolHitPolicy.TRAILING_PAGES:
+            return 0
+        # A recurrent state is one page, whatever the sliding window is (mamba.py, PREFETCH).
+        return 1 if transfer.name == PoolName.MAMBA else self.window_pages or 1
 
     # --- the rest of the contract -------------------------------------------------------------
 

@@ -261,14 +261,16 @@ class Namespace:
         self._anchor = anchor
         self._grid = grid_pages(identity.page_tokens)
 
-    def put(self, pages: PoolPages, link: Link) -> Bools:
+    def put(self, pages: PoolPages, link: Link, *, all_tails: bool = False) -> Bools:
         """Store pages; bool (n,): True where a page is stored, or will be with the next commit,
         or is a tail that later ones of the same put make superfluous.
 
         The bytes are copied before this returns. What is already there is not written again. From
-        the first page that is refused on, later new pages are refused as well.
+        the first page that is refused on, later new pages are refused as well. `all_tails`: leave
+        none out.
         """
-        return self._stager.put(Offer(self._key, pages, link, self._anchor, self._grid))
+        grid = 0 if all_tails else self._grid
+        return self._stager.put(Offer(self._key, pages, link, self._anchor, grid))
 
     def contains(self, column: Column, keys: Sequence[bytes]) -> Bools:
         """Which pages are committed; bool (n,)."""
