@@ -1,12 +1,12 @@
-"""A process that measures a store every 100 ms until its input ends, then prints the samples.
+"""A process that measures a store every 100 ms, then prints what it saw.
 
-Argument: the store."""
+Arguments: the store, how many samples."""
 
 from __future__ import annotations
 
 import json
-import select
 import sys
+import time
 from pathlib import Path
 
 from kvtier.backends.local import disk_usage
@@ -15,8 +15,9 @@ from kvtier.backends.local import disk_usage
 def main() -> None:
     """Sample."""
     samples = []
-    while not select.select([sys.stdin], [], [], 0.1)[0]:
+    for _ in range(int(sys.argv[2])):
         samples.append(disk_usage(Path(sys.argv[1])))
+        time.sleep(0.1)
     print(json.dumps(samples))
 
 

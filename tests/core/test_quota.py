@@ -117,6 +117,15 @@ def test_what_was_spent_is_measured_and_what_was_given_back_serves_again(
     assert one.reserve(4 * M)
 
 
+def test_no_more_is_spent_or_given_back_than_was_reserved(make: Make) -> None:
+    one = make(10 * M)
+    for end in (one.give_back, one.spend):
+        assert one.reserve(M)
+        ahead = one._spare
+        end(5 * M)
+        assert one._spare == one._ledger.held == ahead + (M if end == one.give_back else 0)
+
+
 def test_a_failed_write_may_have_left_something(layout: Layout, make: Make) -> None:
     """Spent, though only a part is on the drive: counted in full until it is measured."""
     one = make(10 * M)
@@ -190,6 +199,22 @@ def test_measuring_in_one_thread_delays_no_other(
     go_on.set()
     thread.join(PATIENCE)
     assert one.standing().taken >= 8 * M, "granted during the walk"
+
+
+def test_the_newest_measurement_counts(
+    layout: Layout, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = make(), make()
+
+    def _walk(path: Path) -> int:
+        monkeypatch.undo()
+        used = disk_usage(path)
+        write(layout.path / "foreign", 4 * M)
+        assert two.measure().used > 4 * M
+        return used
+
+    monkeypatch.setattr(quota, "disk_usage", _walk)
+    assert one.measure().used > 4 * M
 
 
 # Limits
@@ -341,45 +366,33 @@ def _wait_for(process: subprocess.Popen[str], word: str) -> None:
     raise AssertionError(f"it ended without {word}: status {process.wait(PATIENCE)}")
 
 
-@contextlib.contextmanager
-def _sampled(layout: Layout) -> Iterator[list[int]]:
-    """What the store took, every 100 ms, known at the end."""
-    samples: list[int] = []
-    with _process("sampler.py", layout.path) as process:
-        yield samples
-        output, _ = process.communicate("\n", PATIENCE)
-        samples += json.loads(output)
+def _samples(process: subprocess.Popen[str]) -> list[int]:
+    output, _ = process.communicate(timeout=PATIENCE)
+    found: list[int] = json.loads(output)
+    return found
 
 
 @pytest.mark.parametrize("damage", [False, True], ids=["sound", "damaged"])
 def test_the_cap_holds_at_every_sample_under_load(layout: Layout, damage: bool) -> None:
-    """Six processes fill and empty a store, two are killed and replaced, one limit is lowered;
-    with damage, a bit of the ledger flips every 20 ms."""
+    """Six processes fill and empty a store, two are killed and replaced, for 10 s; with damage, a
+    bit of the ledger flips every 20 ms."""
     limit = 24 * M
     source = random.Random(1)
-    with contextlib.ExitStack() as stack, _sampled(layout) as samples:
-        started = [
-            stack.enter_context(_process("spender.py", layout.path, limit, 512 << 10, n, ""))
-            for n in range(6)
-        ]
+    with contextlib.ExitStack() as stack:
+        sampler = stack.enter_context(_process("sampler.py", layout.path, 100))
+        arguments = (layout.path, limit, 512 << 10)
+        started = [stack.enter_context(_process("spender.py", *arguments, n, "")) for n in range(6)]
         for process in started:
             _wait_for(process, "refused")
-        end = time.monotonic() + 6
-        killed = 0
-        while time.monotonic() < end:
+        for n in range(2):
+            started[n].kill()
+            started.append(stack.enter_context(_process("spender.py", *arguments, 6 + n, "")))
+        while sampler.poll() is None:
             if damage:
                 _flip(layout, source)
-            if killed < 2 and time.monotonic() > end - 5 + killed:
-                started[killed].kill()
-                started.append(
-                    stack.enter_context(
-                        _process("spender.py", layout.path, limit, 512 << 10, 6 + killed, "")
-                    )
-                )
-                killed += 1
             time.sleep(0.02)
         assert [process.poll() for process in started[2:]] == [None] * 6
-    assert len(samples) > 20
+        samples = _samples(sampler)
     assert max(samples) <= limit
     assert max(samples) > limit // 2, "the load was no load"
 
@@ -405,9 +418,7 @@ def test_a_lower_limit_under_load(layout: Layout) -> None:
         while disk_usage(layout.path) > 12 * M and time.monotonic() < end:
             time.sleep(0.05)
         time.sleep(2)
-        with _sampled(layout) as samples:
-            time.sleep(3)
-    assert len(samples) > 10
+        samples = _samples(stack.enter_context(_process("sampler.py", layout.path, 30)))
     assert max(samples) <= 12 * M
 
 
@@ -522,6 +533,16 @@ def test_a_ledger_that_went_is_made_anew(layout: Layout, make: Make) -> None:
     assert len({q._ledger._start for q in (one, two, three)}) == 3
 
 
+def test_what_is_held_moves_to_the_new_file(layout: Layout, make: Make) -> None:
+    one = make(32 * M)
+    assert one.reserve(16 * M)
+    (layout.index / ledger.FILE).unlink()
+    two = make(32 * M)
+    assert two.standing().taken < 16 * M, "it cannot know"
+    one.headroom()
+    assert two.standing().taken >= 16 * M, "without a measurement"
+
+
 def test_a_ledger_of_another_version_and_what_it_says(
     layout: Layout, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -540,8 +561,9 @@ def test_a_ledger_of_another_version_and_what_it_says(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("noticed", [False, True])
 def test_a_measurement_begun_before_the_ledger_was_damaged_is_not_believed(
-    layout: Layout, make: Make, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, make: Make, monkeypatch: pytest.MonkeyPatch, noticed: bool
 ) -> None:
     one, two = make(32 * M), make(32 * M)
     for number in range(8):
@@ -553,11 +575,13 @@ def test_a_measurement_begun_before_the_ledger_was_damaged_is_not_believed(
         monkeypatch.undo()
         used = disk_usage(path)
         (layout.index / ledger.FILE).write_bytes(b"damage")
-        assert two.reserve(M)
+        if noticed:
+            two.measure()
         return used
 
     monkeypatch.setattr(quota, "disk_usage", _walk)
     one.measure()
+    assert two.reserve(M)
     assert two.standing().taken >= disk_usage(layout.path) + two._ledger.held
 
 

@@ -1,0 +1,131 @@
+"""`kvtier limit` as people type it, on real stores."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_cli import _no_traceback, kvtier
+
+from kvtier.backends.local import disk_usage
+from kvtier.layout import Layout
+from kvtier.limits import Amount, Limits
+from kvtier.quota import Quota
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Layout:
+    """An empty store."""
+    return Layout.open(tmp_path / "kvtier", create=True)
+
+
+def shown(store: Layout, *words: str, **environment: str) -> dict[str, object]:
+    """What the command says of the store, for machines."""
+    done = kvtier("limit", *words, "--json", store.path, **environment)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def test_without_limits(store: Layout) -> None:
+    before = sorted(store.path.rglob("*"))
+    found = shown(store)
+    space = os.statvfs(store.path)
+    assert found["file_system_bytes"] == space.f_blocks * space.f_frsize
+    assert found["used_bytes"] == disk_usage(store.path)
+    assert (found["limit"], found["limit_bytes"], found["limit_from"]) == (None, None, "default")
+    assert (found["min_free"], found["min_free_from"]) == ("5%", "default")
+    assert (found["daily_writes_bytes"], found["written_today_bytes"]) == (None, 0)
+    assert found["cap_by"] == "min_free"
+    done = kvtier("limit", store.path.parent)
+    assert re.search(r"takes +[\d.]+ KB +of [\d.]+ [GT]B, by min_free", done.stdout)
+    assert "each server's own settings count" in done.stdout
+    assert sorted(store.path.rglob("*")) == before, "it only looked"
+
+
+def test_where_a_limit_comes_from(store: Layout) -> None:
+    found = shown(store, KVTIER_LIMIT="50M", KVTIER_GRACE="no number")
+    assert (found["limit_bytes"], found["limit_from"]) == (50_000_000, "KVTIER_LIMIT")
+    assert (found["cap_bytes"], found["cap_by"]) == (50_000_000, "limit")
+    found = shown(store, "--set", "40M", KVTIER_LIMIT="50M", KVTIER_MIN_FREE="7%")
+    assert (found["limit_bytes"], found["limit_from"]) == (40_000_000, "limits.json")
+    assert (found["min_free"], found["min_free_from"]) == ("7%", "KVTIER_MIN_FREE")
+
+
+def test_values_add_up_until_they_are_cleared(store: Layout) -> None:
+    shown(store, "--set", "800G", "--min-free", "50M")
+    shown(store, "--daily-writes", "500G")
+    found = shown(store, "--set", "80%")
+    assert (found["limit"], found["min_free"], found["daily_writes_bytes"]) == (
+        "80%",
+        "50M",
+        500 * 10**9,
+    )
+    done = kvtier("limit", store.path)
+    assert re.search(r"limit +[\d.]+ [GT]B \(80%\) +limits\.json", done.stdout)
+    assert "own settings" not in done.stdout
+    assert shown(store, "--clear")["limit"] is None
+    assert not (store.path / "limits.json").exists()
+
+
+def test_a_running_process_notices_and_its_writes_are_shown(store: Layout) -> None:
+    now = [2_000_000_000.0]
+    quota = Quota(store, Limits(Amount(10**7), Amount(0)), clock=lambda: now[0])
+    assert quota.reserve(10**6)
+    done = kvtier("limit", "--set", "1M", store.path)
+    assert done.returncode == 0, done.stderr
+    now[0] += 1
+    assert not quota.reserve(4096)
+    quota.close()
+    quota = Quota(store, Limits(Amount(10**7), Amount(0)))
+    assert quota.reserve(700_000)
+    quota.spend(700_000)
+    quota.close()
+    assert shown(store)["written_today_bytes"] == 700_000
+
+
+def test_a_store_above_its_limit(store: Layout) -> None:
+    (store.path / "foreign").write_bytes(bytes(3_000_000))
+    done = kvtier("limit", "--set", "1M", store.path)
+    assert done.returncode == 0
+    assert re.search(r"2\.0\d MB above what it may take: see `kvtier gc`", done.stdout)
+
+
+def test_a_damaged_file_is_named_and_replaced(store: Layout) -> None:
+    (store.path / "limits.json").write_text("{")
+    done = kvtier("limit", store.path)
+    assert done.returncode == 0
+    assert done.stderr.count("limits.json is damaged and counts as absent") == 1
+    assert shown(store, "--set", "1G")["limit"] == "1G"
+    assert kvtier("limit", store.path).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--set", "8x"], "--set: '8x' has the unknown unit 'x'"),
+        (["--set", "180%"], "--set: '180%' is not a share"),
+        (["--min-free", "some"], "--min-free: 'some' is not a size"),
+        (["--daily-writes", "5%"], "--daily-writes: '5%' is not a size"),
+        (["--clear", "--set", "1G"], "Either set limits or --clear them"),
+    ],
+)
+def test_mistakes_say_how_to_mend_them(store: Layout, words: list[str], message: str) -> None:
+    done = kvtier("limit", *words, store.path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    _no_traceback(done)
+    assert not (store.path / "limits.json").exists()
+
+
+def test_no_store(tmp_path: Path) -> None:
+    done = kvtier("limit", "--set", "1G", tmp_path)
+    assert done.returncode == 2
+    _no_traceback(done)
+    assert list(tmp_path.iterdir()) == []
