@@ -180,7 +180,7 @@ def restorable(store: Path, model: str) -> str:
     same = [n for n in found.namespaces if n.identity and _is_of(n.identity.about, model)]
     sessions = sum(1 for n in same for session in n.sessions if session.restorable)
     tokens = sum(n.tokens(n.restorable) or 0 for n in same)
-    served = f"{sessions:,} sessions restorable, {tokens:,} tokens, in {store}"
+    served = f"sessions restorable: {sessions:,}, tokens: {tokens:,}, in {store}"
     return served if found.health.live_writers else f"{served}; THE TIER IS OFF, see the log above"
 
 

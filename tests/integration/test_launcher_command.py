@@ -1,0 +1,310 @@
+"""The exact command: golden dry-runs, what is stronger than what, dead ends, the checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.integration.launcher import checks, dead_ends, profiles
+from kvtier.integration.launcher.command import Wanted, build, split_flags
+from kvtier.integration.launcher.drive import measure
+from kvtier.integration.launcher.machine import Card, Drive, Machine
+
+GOLDEN = Path(__file__).parent / "launcher"
+
+NOWHERE = Machine((), "", 0, (), (), "", 0, -1, "", None)
+
+RIG = Machine(
+    cards=(
+        Card("NVIDIA RTX 6000D", 84.0, "0000:01:00.0", 0),
+        Card("NVIDIA RTX 6000D", 84.0, "0000:02:00.0", 0),
+        Card("NVIDIA RTX PRO 6000", 95.6, "0000:41:00.0", 0),
+        Card("NVIDIA RTX 6000D", 84.0, "0000:42:00.0", 0),
+    ),
+    link="PHB",
+    cards_on_bus=4,
+    bar_too_small=(),
+    kernel=("amd_iommu=off", "iommu=pt"),
+    aspm="performance",
+    memory=540 * 10**9,
+    locked_memory=-1,
+    shared_huge_pages="advise",
+    drive=Drive("xfs", "rw,noatime", "md0", "raid0", "write back"),
+)
+
+WANTED = Wanted("/models/some", Path("/mnt/nvme/kvtier"))
+
+
+def kvtier(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command where no variable of this shell reaches it, and no tool of this machine."""
+    clean = {k: v for k, v in os.environ.items() if "_" not in k or k == "LC_ALL"}
+    clean |= {"PATH": "/nonexistent", "COLUMNS": "300", "XDG_CONFIG_HOME": "/nonexistent"}
+    return subprocess.run(
+        [sys.executable, "-c", "from kvtier.cli import main; main()", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=clean | environment,
+    )
+
+
+@pytest.mark.parametrize("name", profiles.names())
+def test_golden_dry_runs(name: str) -> None:
+    done = kvtier(*("launch", name, "--model", "/models/some", "--store", "/mnt/nvme", "--dry-run"))
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    command = done.stdout.replace(f"{Path(sys.executable).parent}/", "")
+    assert command == (GOLDEN / f"{name}.txt").read_text()
+
+
+def test_a_dry_run_can_be_pasted(tmp_path: Path) -> None:
+    """The shell gets back exactly the environment and the words that a launch would run."""
+    (tmp_path / "sglang").write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        "print(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
+    )
+    (tmp_path / "sglang").chmod(0o755)
+    wanted = dataclasses.replace(WANTED, flags=("--served-model-name", "it's $HOME & more"))
+    command = build(profiles.load("rtxpro-mixed"), wanted, NOWHERE)
+    done = subprocess.run(
+        ["sh", "-c", command.shell(str(tmp_path / "sglang"))],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words, environment = json.loads(done.stdout)
+    assert words == ["serve", *command.arguments]
+    assert command.environment.items() <= environment.items()
+    assert command.environment["KVTIER_EXPERT_SPLIT"] == "108,92,92,92"
+
+
+def test_the_split_and_the_link_are_those_of_the_machine() -> None:
+    command = build(profiles.load("rtxpro-mixed"), WANTED, RIG)
+    assert command.environment["KVTIER_EXPERT_SPLIT"] == "92,92,108,92"
+    assert command.environment["NCCL_P2P_LEVEL"] == "PHB"
+    nvlink = dataclasses.replace(RIG, link="NV")
+    assert "NCCL_P2P_LEVEL" not in build(profiles.load("rtxpro-mixed"), WANTED, nvlink).environment
+    assert build(profiles.load("generic"), WANTED, RIG).environment["NCCL_P2P_LEVEL"] == "PHB"
+    virtual = tuple(dataclasses.replace(card, numa=-1) for card in RIG.cards)
+    virtual_rig = dataclasses.replace(RIG, cards=virtual)
+    command = build(profiles.load("generic"), WANTED, virtual_rig)
+    assert command.environment["SGLANG_AUTO_NUMA_BIND"] == "0"
+
+
+def test_what_is_stronger_comes_later() -> None:
+    profile = profiles.load("rtxpro-mixed")
+    level = {"NCCL_P2P_LEVEL": "SYS"}
+    command = build(profile, WANTED, RIG, machine_environment=level)
+    assert command.environment["NCCL_P2P_LEVEL"] == "SYS"
+    command = build(
+        profile, WANTED, RIG, machine_environment=level, environ={"NCCL_P2P_LEVEL": "PXB", "A": "b"}
+    )
+    assert command.environment["NCCL_P2P_LEVEL"] == "PXB" and "A" not in command.environment
+    flags = ("--tensor-parallel-size=2", "--host", "0.0.0.0", "--enable-mixed-chunk")
+    command = build(profile, dataclasses.replace(WANTED, flags=flags), RIG)
+    assert command.arguments[-4:] == list(flags)
+    assert "--tp-size" not in command.arguments and "127.0.0.1" not in command.arguments
+    assert (command.value("tp-size"), command.value("enable-mixed-chunk")) == ("2", "")
+    assert command.value("no-such-flag") is None
+
+
+def test_flags_as_people_write_them() -> None:
+    assert split_flags(["--a=b c", "--model", "x", "--list", "1", "2", "--flag", "-1"]) == [
+        ("a", "b c"),
+        ("model-path", "x"),
+        ("list", "1 2"),
+        ("flag", "-1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "said"),
+    [
+        ("rtxpro-mixed", "--chunked-prefill-size 4096", "collapse on long ones"),
+        ("rtxpro-mixed", "--max-running-requests 4", "124 MiB"),
+        ("rtxpro-mixed", "--warmups serving_coverage", "has no serving_coverage"),
+        ("rtxpro-mixed", "--hicache-size 100", "give a ratio"),
+        ("rtxpro-mixed", "--hicache-ratio 1.5", "restored in part"),
+        ("rtxpro-mixed", "--hicache-storage-backend file", "not safe against power loss"),
+        ("rtxpro-mixed", "--hicache-write-policy write_back", "loses what was not evicted"),
+        ("generic", "--hicache-storage-prefetch-policy timeout", "before a long session"),
+        ("rtxpro-mixed", "--enable-encoder-swa-bounded-replay", "approximation by design"),
+        ("rtxpro-mixed", "--swa-full-tokens-ratio 0.1", "swa-prefix-tails is ignored"),
+        ("rtxpro-mixed", "--enable-nccl-nvls", "PCIe only"),
+        ("generic", "--host 0.0.0.0", "Give --keys FILE"),
+        ("generic", "--tokenizer-worker-num 4", "no plugins in further HTTP workers"),
+    ],
+)
+def test_dead_ends_are_named(name: str, flags: str, said: str) -> None:
+    profile = profiles.load(name)
+    assert dead_ends.warnings(profile, build(profile, WANTED, NOWHERE)) == []
+    command = build(profile, dataclasses.replace(WANTED, flags=flags.split()), NOWHERE)
+    [warning] = dead_ends.warnings(profile, command)
+    assert said in warning and warning.startswith(flags.split(maxsplit=1)[0])
+    assert command.arguments[-len(flags.split()) :] == flags.split()  # a warning, and it wins
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("KVTIER_INDEXER_BUDGET_MIB", "1024", "39 failed allocations"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", "belongs to the engine"),
+        ("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "1", "the profile has 0"),
+    ],
+)
+def test_dead_ends_of_the_environment(variable: str, value: str, said: str) -> None:
+    profile = profiles.load("rtxpro-mixed")
+    command = build(profile, WANTED, NOWHERE, environ={variable: value})
+    assert command.environment[variable] == value
+    assert any(said in warning for warning in dead_ends.warnings(profile, command))
+
+
+@pytest.mark.parametrize(
+    ("flags", "silent"),
+    [
+        ("--chunked-prefill-size 1024", "rtxpro-mixed"),
+        ("--chunked-prefill-size 4096", "generic"),
+        ("--max-running-requests 2", "rtxpro-mixed"),
+        ("--hicache-ratio 3", "rtxpro-mixed"),
+    ],
+)
+def test_what_is_no_dead_end_is_not_warned_of(flags: str, silent: str) -> None:
+    profile = profiles.load(silent)
+    command = build(profile, dataclasses.replace(WANTED, flags=flags.split()), NOWHERE)
+    assert dead_ends.warnings(profile, command) == []
+
+
+def test_every_setting_is_explained() -> None:
+    done = kvtier("launch", "rtxpro-mixed", "--explain")
+    assert done.returncode == 0, done.stderr
+    profile = profiles.load("rtxpro-mixed")
+    for setting in profile.settings:
+        assert setting.why in done.stdout and setting.measured in done.stdout
+    assert "--max-total-tokens 3150000" in done.stdout
+    assert "expert_split=108,92,92,92" in done.stdout
+
+
+def test_the_list_and_the_proposal_need_no_cards() -> None:
+    done = kvtier("launch", "--list")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in profiles.names())
+    assert "264 GB of host memory" in done.stdout
+    done = kvtier("launch")
+    assert done.returncode == 2 and "only generic fits" in done.stderr
+
+
+def test_a_plan_without_cards() -> None:
+    done = kvtier("plan", "rtxpro-mixed")
+    assert done.returncode == 0
+    for shown in ("108", "69.83 GiB", "3,150,000", "4.23 GB", "does not fit", "264 GB"):
+        assert shown in done.stdout
+    assert kvtier("plan", "rtxpro-mixed", "--slots", "4").returncode == 1
+    found = json.loads(kvtier("plan", "h200-4x", "--json", "--drive", "12G").stdout)
+    assert found["slots"] == 8 and len(found["sessions"]) == 4
+    done = kvtier("plan", "generic")
+    assert done.returncode == 2 and "any model" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("rtxpro-mixd", "--model", "/m"), "did you mean rtxpro-mixed?"),
+        (("generic",), "Say which model to serve"),
+        (("generic", "--model", "/m", "--without", "tp"), "--without tp"),
+    ],
+)
+def test_a_mistake_is_one_line(words: tuple[str, ...], said: str) -> None:
+    done = kvtier("launch", *words)
+    assert done.returncode == 2 and said in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and done.stdout == ""
+
+
+# --- the checks ---------------------------------------------------------------------------------
+
+
+def _found(machine: Machine, tmp_path: Path, name: str = "rtxpro-mixed", *flags: str) -> list[str]:
+    profile = profiles.load(name)
+    wanted = Wanted(str(tmp_path), tmp_path / "kvtier", flags=flags)
+    command = build(profile, wanted, machine)
+    findings = checks.preflight(profile, command, wanted, machine)
+    return [f"{finding.level}: {finding.text}" for finding in findings]
+
+
+def _errors(found: list[str]) -> list[str]:
+    return [line for line in found if line.startswith("error")]
+
+
+def test_the_reference_rig_is_fit(tmp_path: Path) -> None:
+    found = _found(RIG, tmp_path)
+    assert not [line for line in found if not line.startswith("note")]
+    [store] = [line for line in found if "GB/s" in line]
+    assert "a session of 988,000 tokens is back in about" in store
+    assert not list(tmp_path.iterdir())  # the measurement leaves nothing
+
+
+def test_a_fourth_slot_is_refused(tmp_path: Path) -> None:
+    flags = ("--max-running-requests", "4", "--max-total-tokens", "4200000")
+    [error] = _errors(_found(RIG, tmp_path, "rtxpro-mixed", *flags))
+    assert "4 slots leave 2.48 GB free" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "said"),
+    [
+        ({"cards": RIG.cards[:2]}, "error", "nvidia-smi shows 2 cards"),
+        ({"memory": 200 * 10**9}, "error", "need 264 GB"),
+        ({"locked_memory": 8 * 2**20}, "warning", "ulimit -l"),
+        ({"shared_huge_pages": "never"}, "warning", "ten times slower"),
+        ({"cards_on_bus": 5}, "warning", "one has not come up"),
+        ({"link": "SYS"}, "warning", "below one CPU"),
+        ({"bar_too_small": ("41:00.0",)}, "warning", "Resizable BAR"),
+        ({"drive": Drive("tmpfs", "rw", "", "", "")}, "warning", "does not outlive the machine"),
+        ({"kernel": ()}, "note", "amd_iommu=off"),
+    ],
+)
+def test_what_is_wrong_with_a_machine(
+    tmp_path: Path, change: dict[str, object], level: str, said: str
+) -> None:
+    found = _found(dataclasses.replace(RIG, **change), tmp_path)  # type: ignore[arg-type]
+    assert any(line.startswith(level) and said in line for line in found), found
+
+
+def test_other_cards_than_the_profile_s(tmp_path: Path) -> None:
+    cards = tuple(dataclasses.replace(card, gib=140.4) for card in RIG.cards)
+    machine = dataclasses.replace(RIG, cards=cards)
+    assert any("the cards here have 140.4" in line for line in _found(machine, tmp_path))
+
+
+def test_generic_needs_no_card(tmp_path: Path) -> None:
+    assert not _errors(_found(NOWHERE, tmp_path, "generic"))
+
+
+def test_model_and_keys_are_looked_at(tmp_path: Path) -> None:
+    profile, keys = profiles.load("generic"), tmp_path / "keys.yaml"
+    wanted = Wanted(str(tmp_path / "none"), tmp_path, keys)
+    command = build(profile, wanted, NOWHERE)
+    assert command.value("config") == str(keys)
+    errors = _errors([f"{f.level}: {f.text}" for f in _preflight(profile, command, wanted)])
+    assert len(errors) == 2 and "There is no model" in errors[0]
+    keys.write_text("api-key: secret\n")
+    keys.chmod(0o640)
+    found = [f.text for f in _preflight(profile, command, wanted)]
+    assert any(f"chmod 600 {keys}" in text for text in found)
+    keys.chmod(0o600)
+    assert not any(str(keys) in f.text for f in _preflight(profile, command, wanted))
+    assert "secret" not in command.shell()
+
+
+def _preflight(profile, command, wanted):  # type: ignore[no-untyped-def]
+    return checks.preflight(profile, command, wanted, NOWHERE)
+
+
+def test_the_drive_is_measured(tmp_path: Path) -> None:
+    speed = measure(tmp_path / "not" / "there")
+    assert speed.read > 0 and speed.sync > 0 and speed.free > 0
+    assert not list(tmp_path.iterdir())
