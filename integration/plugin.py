@@ -188,14 +188,14 @@ def _back_up_shards(result: bool, controller: Any, transfer: Any) -> bool:
 def _tell_of_chains(
     original: Callable[..., Any], attachment: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """A page's place in its chain comes only with `hicache_storage_tell_of_chains`, and how many
+    """A page's place in its chain comes only with `hicache_storage_pass_prefix_keys`, and how many
     pages of a sliding window a boundary needs is known to the tree (components/swa.py).
 
     Start and run-time attach both publish their settings through this one method.
     """
     backend = ours(attachment._cache.cache_controller)
     if kwargs.get("enable_storage") and backend is not None:
-        kwargs["hicache_storage_tell_of_chains"] = True
+        kwargs["hicache_storage_pass_prefix_keys"] = True
         components = attachment._cache._components_tuple
         windows = [getattr(component, "full_window_pages", 0) for component in components]
         backend.window_pages = max(windows, default=0)
@@ -255,7 +255,7 @@ HOOKS = (
         f"{_ATTACHMENT}.apply_runtime_config",
         HookType.AROUND,
         _tell_of_chains,
-        ("self", "hicache_storage_tell_of_chains", "enable_storage"),
+        ("self", "hicache_storage_pass_prefix_keys", "enable_storage"),
     ),
     *(
         Hook(
