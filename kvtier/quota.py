@@ -31,7 +31,8 @@ STALE_SECONDS = 10.0
 """A measurement older than this is made anew on use: foreign files may have come."""
 
 _RETRY_SECONDS = 1.0
-"""A store that is full is measured no more often than this, and in a twentieth of the time."""
+"""A store that is full is measured no more often than this, nor for more than a twentieth of the
+time."""
 
 _LOOK_SECONDS = 1.0
 """How long a change of the limits may go unnoticed."""
@@ -110,8 +111,8 @@ class Quota:
     def reserve(self, size: int) -> bool:
         """Whether `size` more bytes may be written to the store now; else `reason` says why not.
 
-        Most calls are answered from memory. Others take 10 to 20 system calls in the ledger, and
-        now and then a measurement: every 10 s on use by whoever comes first, and if the size
+        Most calls are answered from memory. Others take seven short system calls in the ledger,
+        and now and then a measurement: every 10 s on use by whoever comes first, and if the size
         would not fit, at most once a second.
         """
         for last in (False, True):
