@@ -400,7 +400,7 @@ def test_whatever_breaks_below_is_a_miss_with_one_line(start, attach, caplog, mo
     storage = attach(engine)
     namespace = storage._open_namespace()
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("the cable is out")
 
     for name in ("put", "get", "contains", "contains_each", "clear"):
