@@ -18,6 +18,9 @@ from kvtier.index import Index
 from kvtier.pages import KEY_BYTES, ROOT, Bools
 
 
+Keys = Collection[bytes]
+
+
 @dataclass(frozen=True)
 class Session:
     """A leaf and the chain above it. Lengths in pages."""
@@ -109,7 +112,7 @@ class Chains:
             for leaf in leaves.tolist()
         ]
 
-    def pages_of(self, keys: Collection[bytes]) -> Ints:
+    def pages_of(self, keys: Keys) -> Ints:
         """Where pages of these keys are, as far as they are stored."""
         wanted = set(keys)
         if not wanted:

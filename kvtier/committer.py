@@ -279,10 +279,11 @@ class Committer:
                 self._append(batch, trailing, mine)
 
     def _append(self, batch: _Batch, trailing: bool, pieces: Sequence[Staged]) -> None:
+        if not self._reserve(batch, pieces):
+            return
         at = batch.at[trailing]
         start = len(at)
         try:
-            self._reserve(batch, sum(align(len(p.keys) * p.part_bytes) for p in pieces))
             writer = batch.writers.get(trailing) or self._segment(trailing)
             batch.writers[trailing] = writer
             for piece in pieces:
@@ -292,16 +293,20 @@ class Committer:
             at[start:] = [(piece, 0) for piece in pieces]
             self._give_up(batch, trailing, error)
 
-    def _reserve(self, batch: _Batch, size: int) -> None:
-        """Take so many bytes of what the store may hold. OSError if they don't become free in
-        time."""
+    def _reserve(self, batch: _Batch, pieces: Sequence[Staged]) -> bool:
+        """Take room for these pages of what the store may hold; False, and the pages are given
+        up, if it does not become free in time."""
+        size = sum(align(len(piece.keys) * piece.part_bytes) for piece in pieces)
         give_up = time.monotonic() + _SPACE_SHARE * self._config.put_deadline
         while not self._quota.reserve(size):
             left = give_up - time.monotonic()
             too_large = self._quota.headroom() < size
             if left <= 0 or not (too_large and self._collector.wait_for_space(size, left)):
-                raise OSError(errno.EDQUOT, self._quota.reason)
+                reason = OSError(errno.EDQUOT, self._quota.reason)
+                self._complain(reason, sum(len(piece.keys) for piece in pieces))
+                return False
         batch.reserved += size
+        return True
 
     def _commit(self, batch: _Batch, records: list[tuple[FrameType, bytes]]) -> None:
         if records:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.backends.local import disk_usage
-from kvtier.chains import Chains, Session, chains
+from kvtier.chains import Chains, Keys, Session, chains
 from kvtier.errors import IdentityError
 from kvtier.identity import Identity, stored_identity
 from kvtier.index import Health, Index
@@ -48,7 +48,7 @@ class NamespaceReport:
     restorable_bytes: int
     tails: int
     sessions: list[Session]
-    pins: frozenset[bytes] = frozenset()
+    pins: Keys = ()
     """Keys of pages that go last, with all before them."""
 
     @property
@@ -98,7 +98,7 @@ def report(layout: Layout, index: Index) -> StoreReport:
         health=index.health(),
         processes=statuses(layout),
         namespaces=[
-            _namespace(layout, index, name, found.get(name), frozenset(pins.get(name, ())))
+            _namespace(layout, index, name, found.get(name), pins.get(name, {}).keys())
             for name in sorted(names)
         ],
     )
@@ -151,7 +151,7 @@ def _uncommitted(layout: Layout, index: Index) -> int:
 
 
 def _namespace(
-    layout: Layout, index: Index, name: bytes, found: Chains | None, pins: frozenset[bytes]
+    layout: Layout, index: Index, name: bytes, found: Chains | None, pins: Keys
 ) -> NamespaceReport:
     try:
         identity: Identity | None = stored_identity(layout.namespaces, name.hex())

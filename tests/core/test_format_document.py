@@ -90,6 +90,7 @@ def test_every_file_of_a_store_is_in_the_document(tmp_path: Path) -> None:
             "index/snapshot",
             "index/doorbell",
             "index/ballast",
+            "index/quota",
             f"index/status-{writer}.json",
             f"namespaces/{namespace.id}.json",
             rf"segments/{writer}-\d+\.kvs",
