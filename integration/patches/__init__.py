@@ -6,8 +6,10 @@ docs/patches.md says what SGLang does and where, how each is tested and when it 
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
-from kvtier.integration.patches.scheme import Patch
+if TYPE_CHECKING:  # split.py is for the launcher, too, which has no SGLang
+    from kvtier.integration.patches.scheme import Patch
 
 
 def code(name: str) -> Patch:
