@@ -172,6 +172,7 @@ def test_only_one_collection_at_a_time(tmp_path: Path) -> None:
     with opened(tmp_path) as (store, _):
         words = [sys.executable, "-m", "kvtier.collector", str(store.root)]
         words += ["--limit", "0", "--grace", "0", "--tails", "40"]
+        words += ["--limits", "{}", "--segment-size", "1000000"]
         with alone(store.layout, wait=False) as mine:
             assert mine
             done = subprocess.run(words, capture_output=True, text=True, check=False)
