@@ -24,6 +24,9 @@ VOCABULARY = range(10, 500)
 PAGE = 256
 """Tokens a page of the DeepSeek models, to which `remainders` refer."""
 
+WINDOW = 128
+"""Tokens of their sliding window: SGLang may match a prompt up to so many before its end."""
+
 LOAD_SESSIONS, LOAD_OUTPUT = 4, 192
 
 
@@ -66,15 +69,18 @@ class Restart:
         self.result = result
         self.cold: dict[int, Answer] = {}
         self.device: dict[int, Answer] = {}
+        self.turns: dict[int, Answer] = {}
 
     @property
     def lengths(self) -> list[int]:
         """Of the prompts to restore."""
-        if self.case.tier is None:
-            return []
+        return [] if self.case.tier is None else [*self.case.tokens, *self.beside_pages]
+
+    @property
+    def beside_pages(self) -> list[int]:
+        """Lengths of whole pages and some tokens more."""
         whole = self.case.medium // PAGE * PAGE
-        extra = [whole + remainder for remainder in self.case.remainders]
-        return [*self.case.tokens, *extra]
+        return [whole + remainder for remainder in self.case.remainders]
 
     def fill(self) -> None:
         server, result = self.server, self.result
@@ -84,18 +90,51 @@ class Restart:
         for length in self.lengths:
             tokens = prompt(f"session {length}", length)
             self.cold[length] = server.ask(tokens)
-            self.device[length] = server.ask(tokens)
-            again = server.ask(tokens)
+            first, self.device[length], again = self.hits(tokens)
             result.setdefault("prompts", {})[length] = {
                 "cold": self.cold[length].row(),
+                "first_hit": first.row(),
                 "device": self.device[length].row(),
                 "device_to_cold": compared(self.device[length], self.cold[length]),
                 "device_to_device": compared(again, self.device[length]),
             }
         if self.lengths:
             result["control"] = self.control(min(self.lengths))
+            self.fill_turns()
+        else:
+            self.recompute()
         held, seconds = settle(server.store)
         result["stored"] = {**held._asdict(), "written_for_s": round(seconds, 2)}
+
+    def fill_turns(self) -> None:
+        """Prompts whose beginning was a prompt before, which ended after the last page up to which
+        the longer one may match: the device keeps the window there that was stored."""
+        for length in self.beside_pages:
+            tokens = prompt(f"turns {length}", length)
+            self.server.ask(tokens[: (length - WINDOW) // PAGE * PAGE + 200])
+            _, self.turns[length], again = self.hits(tokens)
+            self.result.setdefault("turns", {})[length] = {
+                "device": self.turns[length].row(),
+                "device_to_device": compared(again, self.turns[length]),
+            }
+
+    def recompute(self) -> None:
+        """How far the same prompt, computed twice, is from itself."""
+        for length in self.case.tokens:
+            tokens = prompt(f"session {length}", length)
+            first = self.server.ask(tokens)
+            self.server.flush()
+            again = compared(self.server.ask(tokens), first)
+            self.result.setdefault("computed_again", {})[length] = again
+
+    def hits(self, tokens: Sequence[int]) -> tuple[Answer, Answer, Answer]:
+        """The first answer from the device's cache, and the first two of the same, longest hit:
+        where the window's tokens are computed again, the first hit can be shorter."""
+        first = answer = self.server.ask(tokens)
+        while True:
+            answer, before = self.server.ask(tokens), answer
+            if answer.cached["device"] <= before.cached["device"]:
+                return first, before, answer
 
     def control(self, length: int) -> Result:
         """How far another beginning moves the log probabilities: what a wrong page would do."""
@@ -119,6 +158,11 @@ class Restart:
             if length not in self.case.tokens:
                 row["without_patch"] = self.without_patch(tokens)
                 row["next_turn"] = server.ask(tokens + prompt("next turn", 300)).row()
+        for length, device in self.turns.items():
+            forget(server.store)
+            restored = server.ask(prompt(f"turns {length}", length))
+            self.result["turns"][length]["restored"] = restored.row()
+            self.result["turns"][length]["restored_to_device"] = compared(restored, device)
         server.flush()
         for length in self.case.tokens:
             again = server.ask(prompt(f"session {length}", length))

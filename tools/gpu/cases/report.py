@@ -23,13 +23,18 @@ def table(results: dict[str, Any]) -> str:
             ]
             lines.append(" | ".join(cells))
             if "next_turn" in row:
-                lines.append(f"    next turn: cached {row['next_turn']['cached']}")
+                lines.append(f"    without the patch: cached {row['without_patch']['cached']}, "
+                             f"next turn: cached {row['next_turn']['cached']}")  # fmt: skip
         lines += notes(name, result)
     return "\n".join(lines)
 
 
 def notes(name: str, result: dict[str, Any]) -> list[str]:
     lines = []
+    for length, row in result.get("turns", {}).items():
+        lines.append(f"    two turns, {length}: {row}")
+    for length, row in result.get("computed_again", {}).items():
+        lines.append(f"    computed again, {length}: {row}")
     if "stored" in result:
         lines.append(f"    stored {result['stored']}, starts {result.get('start_s')}")
     lines += [f"    stream {key}: {value}" for key, value in result.get("stream", {}).items()]
