@@ -95,20 +95,25 @@ class SegmentWriter:
             os.posix_fadvise(self._data, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def log(
-        self, bodies: Sequence[tuple[FrameType, bytes]], time_ns: int, *, hidden: bool = True
+        self,
+        bodies: Sequence[tuple[FrameType, bytes]],
+        time_ns: int | Sequence[int],
+        *,
+        hidden: bool = True,
     ) -> None:
         """Append frames to the manifest and make them durable. OSError if that failed.
 
-        `hidden`: nobody may believe them before.
+        `time_ns`: of all frames, or of each. `hidden`: nobody may believe them before.
         """
         frames = []
-        for kind, body in bodies:
+        times = [time_ns] * len(bodies) if isinstance(time_ns, int) else time_ns
+        for (kind, body), made in zip(bodies, times, strict=True):
             frames.append(
                 encode_frame(
                     kind,
                     body,
                     sequence=self._sequence,
-                    time_ns=time_ns,
+                    time_ns=made,
                     segment_id=self.ident,
                     store_id=self._store_id,
                 )

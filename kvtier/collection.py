@@ -8,14 +8,19 @@ from dataclasses import dataclass, field
 
 from kvtier.backends.local import disk_usage
 from kvtier.chains import Chains, chains
+from kvtier.compaction import compact, write_budget
+from kvtier.config import Config
 from kvtier.deletion import BALLAST_BYTES, delete, drop_ballast
 from kvtier.errors import IdentityError
 from kvtier.identity import stored_identity
 from kvtier.index import Index
 from kvtier.layout import Layout
+from kvtier.limits import Amount, Limits
+from kvtier.manifests import merge_manifests
 from kvtier.pins import pinned
 from kvtier.retention import Victims, plan
 from kvtier.space import reclaim
+from kvtier.status import statuses
 from kvtier.tails import TAILS_PER_CHAIN, grid_pages
 
 _ROUNDS = 8
@@ -39,6 +44,10 @@ class Collected:
     """Parts of trailing pools that others supersede."""
     sessions: int = 0
     """Sessions that lost their end."""
+    moved: int = 0
+    """Bytes written to move what was left in sparse segments."""
+    fault: str = ""
+    """Why the number of files could not be brought down; empty if nothing failed."""
     leaves: set[bytes] = field(default_factory=set, repr=False)
     """Leaves there were before."""
 
@@ -63,14 +72,18 @@ def collect(
     *,
     grace: float,
     tails_per_chain: int = TAILS_PER_CHAIN,
+    limits: Limits | None = None,
+    segment_size: int = Config.segment_size,
     dry_run: bool = False,
     progress: Progress = lambda text: None,
 ) -> Collected:
-    """Drop superseded tails, and bring the store under `limit` bytes on disk.
+    """Drop superseded tails, and bring the store under `limit` bytes on disk; then see to it that
+    it has few files.
 
     `grace`: seconds in which pages that are about to go are still read, and kept after all if
-    somebody builds on them; not waited where no writer lives. OSError if the store cannot be
-    written.
+    somebody builds on them; not waited where no writer lives. `limits`: what holds while pages are
+    in two places; `limit` if that is not given. `segment_size`: that of the store's writers.
+    OSError if the store cannot be written.
     """
     before = disk_usage(layout.path)
     result = Collected(before, before, limit)
@@ -99,6 +112,19 @@ def collect(
         result.after = reclaim(layout, index)
         if result.enough:
             break
+    progress("moving what is left in sparse segments")
+    budget = write_budget(before - result.after)
+    limits = limits or Limits(Amount(limit))
+    try:
+        moved = compact(layout, index, limits, segment_size=segment_size, budget=budget)
+        result.moved = moved.bytes
+        if moved.pages or moved.damaged:
+            if index.health().live_writers or statuses(layout):
+                time.sleep(grace)
+            result.after = reclaim(layout, index)
+        merge_manifests(layout, index)
+    except OSError as error:
+        result.fault = f"could not move pages to fewer files: {error.strerror or error}"
     return result
 
 

@@ -123,6 +123,10 @@ class Collector:
         words += ["--limit", str(max(0, standing.cap - room))]
         words += ["--grace", str(self._config.grace)]
         words += ["--tails", str(self._config.tails_per_chain)]
+        words += ["--segment-size", str(self._config.segment_size)]
+        named = vars(self._config.limits).items()
+        limits = {name: str(value) for name, value in named if value is not None}
+        words += ["--limits", json.dumps(limits)]
         pipe = subprocess.PIPE
         try:
             process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
@@ -151,6 +155,8 @@ class Collector:
             if result["sessions"]:
                 cut, size = result["sessions"], format_size(freed)
                 logger.info("kvtier: %s freed: %d sessions lost their end", size, cut)
+            if result["fault"]:
+                self._complaints.add("collector", f"a collection {result['fault']}")
         self._quota.measure()
         with self._done:
             if process.returncode != _BUSY:
@@ -189,6 +195,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, required=True, help="bytes on disk to come under")
     parser.add_argument("--grace", type=float, required=True, help="seconds left to readers")
     parser.add_argument("--tails", type=int, required=True, help="most tails kept per chain")
+    parser.add_argument("--limits", required=True, help="the store's limits, as settings in JSON")
+    parser.add_argument("--segment-size", type=int, required=True, help="bytes of a segment")
     words = parser.parse_args()
     os.nice(_NICENESS)
     layout = Layout.open(words.root, create=False)
@@ -201,11 +209,14 @@ def main() -> None:
             words.limit,
             grace=words.grace,
             tails_per_chain=words.tails,
+            limits=Config.load(json.loads(words.limits), {}).limits,
+            segment_size=words.segment_size,
         )
         result = {
             "freed": done.before - done.after,
             "enough": done.enough,
             "sessions": done.sessions,
+            "fault": done.fault,
         }
         print(json.dumps(result))
 
