@@ -13,7 +13,7 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 LINKS = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")
@@ -23,6 +23,11 @@ PCIe host bridge, several bridges of a NUMA node, between NUMA nodes (nvidia-smi
 KERNEL_FLAGS = ("amd_iommu", "intel_iommu", "iommu", "pcie_aspm", "pci")
 
 UNLIMITED = -1
+
+_QUERY = "--query-gpu=name,memory.total,pci.bus_id,pcie.link.gen.max,pcie.link.width.max"
+
+_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
+"""Bytes a second of one PCIe lane by generation."""
 
 Run = Callable[..., str]
 
@@ -37,6 +42,8 @@ class Card:
     """PCI address as sysfs writes it: 0000:01:00.0."""
     numa: int | None
     """NUMA node, -1 where the firmware names none, None if it cannot be read."""
+    link: float = 0.0
+    """What its PCIe link can carry, bytes a second; 0 if not known."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +86,10 @@ def read(store: Path | None = None, *, top: Path = Path("/"), run: Run | None = 
     `store` need not exist.
     """
     run = run or run_tool
-    query = run("nvidia-smi", "--query-gpu=name,memory.total,pci.bus_id", "--format=csv,noheader")
+    cards = parse_cards(run("nvidia-smi", _QUERY, "--format=csv,noheader"))
     devices = run("lspci", "-vv", "-d", "10de:")
-    numa = [_numa(top, bus) for _, _, bus in parse_cards(query)]
     return Machine(
-        cards=tuple(
-            Card(name, gib, bus, node)
-            for (name, gib, bus), node in zip(parse_cards(query), numa, strict=True)
-        ),
+        cards=tuple(replace(card, numa=_numa(top, card.bus)) for card in cards),
         link=farthest(parse_topology(run("nvidia-smi", "topo", "-m"))),
         cards_on_bus=len(parse_devices(devices)),
         bar_too_small=tuple(
@@ -108,17 +111,19 @@ def read(store: Path | None = None, *, top: Path = Path("/"), run: Run | None = 
 # --- text ---------------------------------------------------------------------------------------
 
 
-def parse_cards(text: str) -> list[tuple[str, float, str]]:
-    """Name, GiB and PCI address of each line of nvidia-smi's csv, in the order of the address."""
+def parse_cards(text: str) -> list[Card]:
+    """The cards of nvidia-smi's csv for _QUERY, in the order of their addresses, without NUMA."""
     found = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        memory = re.match(r"\d+", cells[1]) if len(cells) == 3 else None
+        memory = re.match(r"\d+", cells[1]) if len(cells) == 5 else None
         if memory:  # "[N/A]" on cards that share the host's memory
             # nvidia-smi writes 8 digits of PCI domain, sysfs 4.
             bus = cells[2].lower().removeprefix("0000")
-            found.append((cells[0], round(int(memory[0]) / 1024, 1), bus))
-    return sorted(found, key=lambda card: card[2])
+            known = cells[3].isdigit() and cells[4].isdigit()
+            rate = _LANE.get(int(cells[3]), 0.0) * int(cells[4]) if known else 0.0
+            found.append(Card(cells[0], round(int(memory[0]) / 1024, 1), bus, None, rate))
+    return sorted(found, key=lambda card: card.bus)
 
 
 def parse_topology(text: str) -> list[str]:

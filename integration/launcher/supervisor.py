@@ -114,6 +114,7 @@ class Supervisor:
         if self._signals:
             self._stop(process)
         _end_group(process)
+        print(file=sys.stderr)  # SGLang's last words end in the middle of a line
         seconds = time.monotonic() - ready if ready else 0.0
         if process.returncode == 0:
             return None, seconds, 0

@@ -51,7 +51,10 @@ def launch(
         bool, typer.Option("--explain", help="Say why each setting is there and what it gave.")
     ] = False,
     preflight: Annotated[
-        bool, typer.Option("--preflight", help="Check the machine, and start nothing.")
+        bool,
+        typer.Option(
+            "--preflight", help="Check the machine and its all-reduce, and start nothing."
+        ),
     ] = False,
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Start although the preflight finds errors.")
@@ -107,7 +110,7 @@ def launch(
 
         print(command.shell(find_program(os.environ)[0]))
     elif not save_machine or preflight:
-        sound = _preflight(profile, command, wanted, here)
+        sound = _preflight(profile, command, wanted, here, thorough=preflight)
         if preflight or not (sound or anyway):
             raise typer.Exit(0 if sound else 1)
         raise typer.Exit(_serve(command, wanted))
@@ -133,11 +136,15 @@ def _command(profile: Profile, wanted: Wanted, here: Machine, *, save_machine: b
     return command
 
 
-def _preflight(profile: Profile, command: Command, wanted: Wanted, here: Machine) -> bool:
-    """Show what the checks find; whether none is an error."""
-    from kvtier.integration.launcher.checks import preflight
+def _preflight(
+    profile: Profile, command: Command, wanted: Wanted, here: Machine, *, thorough: bool
+) -> bool:
+    """Show what the checks find; whether none is an error. `thorough` also uses the cards."""
+    from kvtier.integration.launcher.checks import all_reduce, preflight
 
     findings = preflight(profile, command, wanted, here)
+    if thorough:
+        findings += all_reduce(command, here, os.environ)
     for finding in findings:
         colour = {"error": "red", "warning": "yellow"}.get(finding.level, "dim")
         progress.print(

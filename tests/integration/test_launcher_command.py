@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.integration.launcher import checks, dead_ends, profiles
+from kvtier.integration.launcher import allreduce, checks, dead_ends, profiles
 from kvtier.integration.launcher.command import Wanted, build, split_flags
 from kvtier.integration.launcher.drive import measure
 from kvtier.integration.launcher.machine import Card, Drive, Machine
@@ -308,3 +308,23 @@ def test_the_drive_is_measured(tmp_path: Path) -> None:
     speed = measure(tmp_path / "not" / "there")
     assert speed.read > 0 and speed.sync > 0 and speed.free > 0
     assert not list(tmp_path.iterdir())
+
+
+def test_an_all_reduce_is_measured_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = allreduce.measure(2, os.environ, device="cpu", size=2**20)
+    assert rate > 0
+    cards = tuple(dataclasses.replace(card, link=31.5e9) for card in RIG.cards)
+    machine = dataclasses.replace(RIG, cards=cards)
+    command = build(profiles.load("rtxpro-mixed"), WANTED, machine)
+    found = {}
+    for measured in (3.83e9, 19.57e9, 0.0):
+        monkeypatch.setattr(allreduce, "measure", lambda *_, measured=measured: measured)
+        [finding] = checks.all_reduce(command, machine, {})
+        found[measured] = (finding.level, finding.text)
+    assert found[3.83e9][0] == "error" and "through host memory" in found[3.83e9][1]
+    assert found[19.57e9] == (
+        "note",
+        "All-reduce over 4 cards: 19.6 GB/s, with NCCL_P2P_LEVEL PHB.",
+    )
+    assert found[0.0][0] == "warning"
+    assert checks.all_reduce(command, NOWHERE, {}) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -21,6 +22,9 @@ from servers import MODELS, PROMPT, assert_all_from_storage
 from kvtier.integration.launcher import profiles
 from kvtier.integration.launcher.command import ALIASES, Wanted, build
 from kvtier.integration.launcher.machine import Machine
+from kvtier.layout import Layout
+from kvtier.place import store_path
+from kvtier.status import statuses
 
 NOWHERE = Machine((), "", 0, (), (), "", 0, -1, "", None)
 
@@ -139,10 +143,13 @@ def launched(directory: Path, *flags: str, **environment: str) -> Iterator[Launc
     try:
         yield Launched(process, client.log, client)
     finally:
-        family = psutil.Process(process.pid).children(recursive=True)
+        family: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         for child in family:
-            child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         process.wait()
 
 
@@ -167,11 +174,18 @@ def test_a_killed_server_comes_back_with_its_prompt_and_a_stop_commits(tmp_path:
         engine = psutil.Process(launch.engine())
         family = [engine, *engine.children(recursive=True)]
         launch.client.generate(LAST)
+        wait_until(lambda: _waiting(tmp_path) >= len(LAST), "pages that wait for a commit")
         launch.process.terminate()
         assert launch.process.wait(120) == 0
         assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         assert launch.lines("stopped") == ["stopped"]
         assert kv_pages(committed_pages(tmp_path)) == WHOLE_PAGES + len(LAST) // PAGE_SIZE
+
+
+def _waiting(root: Path) -> int:
+    """Tokens that the server has put and not committed."""
+    layout = Layout.open(store_path(root), create=False)
+    return sum(status.uncommitted_tokens for status in statuses(layout))
 
 
 def test_a_refused_command_line_is_not_tried_again(tmp_path: Path) -> None:
