@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-from kvtier_test_platform import selected
+from kvtier_test_platform import drives, selected
 
 POOL_MODULES = (
     "sglang.srt.mem_cache.memory_pool_host",
@@ -43,6 +43,7 @@ def install() -> None:
     """Entry point of group `sglang.srt.plugins`, called once in every SGLang process."""
     if not selected():
         return
+    drives.listen()
     give_copy_kernels()
     forbid_pinning()
     give_stream_synchronize()

@@ -60,7 +60,8 @@ class Server:
 
     `storage_backend`: value of --hicache-storage-backend, None for a server without storage.
     `extra_config`: its JSON. `arguments` are added to the command line and win over `settings`.
-    `environment` is added to this process's. The log goes to `log`, appended over restarts.
+    `environment` is added to this process's. An answer that takes longer than `answer_timeout`
+    seconds is an error. The log goes to `log`, appended over restarts.
     """
 
     model: Path
@@ -72,6 +73,7 @@ class Server:
     write_policy: str = "write_through"
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    answer_timeout: float = ANSWER_TIMEOUT
 
     port: int = field(init=False, default=0)
     _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
@@ -202,6 +204,14 @@ class Server:
         except psutil.NoSuchProcess:
             return []
 
+    def rank_pid(self, rank: int) -> int:
+        """Process id of a tensor parallel rank's scheduler (it names itself so in scheduler.py)."""
+        for process in self._family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if " ".join(process.cmdline()).strip() == f"sglang::scheduler_TP{rank}":
+                    return process.pid
+        raise ServerError(f"there is no rank {rank}\n{self.log_tail()}")
+
     def log_tail(self, lines: int = 60) -> str:
         text = self.log.read_text(errors="replace").splitlines()
         return "\n".join(text[-lines:])
@@ -243,14 +253,17 @@ class Server:
         self._request("DELETE", "/hicache/storage-backend")
 
     def attach_storage(
-        self, backend: str | None = None, extra_config: Mapping[str, Any] | None = None
+        self,
+        backend: str | None = None,
+        extra_config: Mapping[str, Any] | None = None,
+        prefetch_policy: str = "wait_complete",
     ) -> None:
         """Attach a storage backend, the one the server was made with unless another is given."""
         config = self.extra_config if extra_config is None else extra_config
         body = {
             "hicache_storage_backend": backend or self.storage_backend,
             "hicache_storage_backend_extra_config_json": json.dumps(config),
-            "hicache_storage_prefetch_policy": "wait_complete",
+            "hicache_storage_prefetch_policy": prefetch_policy,
             "hicache_write_policy": self.write_policy,
         }
         self._request("PUT", "/hicache/storage-backend", body)
@@ -265,7 +278,7 @@ class Server:
             raise ServerError(f"{method} {path}: {error}\n{self.log_tail()}") from error
 
     def _call(
-        self, method: str, path: str, body: object = None, timeout: float = ANSWER_TIMEOUT
+        self, method: str, path: str, body: object = None, timeout: float | None = None
     ) -> bytes:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}",
@@ -276,7 +289,7 @@ class Server:
                 "authorization": f"Bearer {ADMIN_KEY}",
             },
         )
-        with urllib.request.urlopen(request, timeout=timeout) as response:
+        with urllib.request.urlopen(request, timeout=timeout or self.answer_timeout) as response:
             return response.read()
 
 
