@@ -73,6 +73,13 @@ def _cards(profile: Profile, machine: Machine) -> Iterator[Finding]:
         )
     elif machine.link:
         yield Finding("note", f"The farthest cards are {machine.link} apart.")
+    nodes = sorted({card.numa for card in machine.cards} - {None, -1})  # type: ignore[type-var]
+    if len(nodes) > 1:
+        yield Finding(
+            "warning",
+            f"The cards are on NUMA nodes {', '.join(map(str, nodes))}: what they share in host "
+            "memory (Engram) lies on one of them.",
+        )
     for bus in machine.bar_too_small:
         yield Finding(
             "warning", f"{bus}: BAR 1 is smaller than the card can: turn on Resizable BAR."

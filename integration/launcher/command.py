@@ -26,6 +26,9 @@ ALIASES = {
 """Other names that SGLang 0.5.23 has for flags of the profiles (a test compares them)."""
 
 
+CALLER = "your environment"
+"""Source of a setting that was an environment variable before the launch."""
+
 _PASSED = ("CUDA_", "KVTIER_", "NCCL_", "PYTORCH_", "SGLANG_")
 """Variables of the caller that reach SGLang and so belong to the exact command."""
 
@@ -87,14 +90,21 @@ def build(
     """
     settings = _derived(_resolved(list(profile.settings), profile, machine), machine)
     for name, value in (machine_environment or {}).items():
-        settings = _set(settings, "environment", name, value, "The machine file sets it.")
+        why = "The machine file sets it."
+        new = Setting("environment", name, value, why, source="machine file")
+        settings = _with(settings, new)
     settings = _model_and_store(settings, wanted)
     environment = _environment(settings)
     for name, value in (environ or {}).items():
         if name.startswith(_PASSED) and environment.get(name) != value:
             environment[name] = value
-            settings = _set(settings, "environment", name, value, "Your environment sets it.")
+            new = Setting("environment", name, value, "Your shell has it.", source=CALLER)
+            settings = _with(settings, new)
     given = {name for name, _ in split_flags(wanted.flags)}
+    if wanted.keys and "config" in given:
+        raise ConfigError(
+            "--keys FILE is SGLang's --config, which it takes once: put the keys into your own."
+        )
     own = [s for s in settings if s.kind == "sglang" and s.name not in given]
     arguments = [word for setting in own for word in _words(setting)]
     shown = [s for s in settings if s.kind != "sglang"] + own
@@ -157,7 +167,8 @@ def _derived(settings: list[Setting], machine: Machine) -> list[Setting]:
             settings = [*kept, derived]
     if any(card.numa == -1 for card in machine.cards):
         why = "The firmware names no NUMA node for a card (usual in virtual machines)."
-        settings = _set(settings, "environment", "SGLANG_AUTO_NUMA_BIND", "0", why)
+        new = Setting("environment", "SGLANG_AUTO_NUMA_BIND", "0", why, source="derived")
+        settings = _with(settings, new)
     return settings
 
 
@@ -169,16 +180,19 @@ def _model_and_store(settings: list[Setting], wanted: Wanted) -> list[Setting]:
     if any((s.kind, s.name) == ("sglang", "enable-hierarchical-cache") for s in settings):
         why = "Where the store is, and its settings (docs: README, Settings)."
         text = json.dumps(extra)
-        settings = _set(settings, "sglang", "hicache-storage-backend-extra-config", text, why)
+        new = Setting("sglang", "hicache-storage-backend-extra-config", text, why)
+        settings = _with(settings, replace(new, source="--store and the profile"))
     if wanted.keys:
         why = "API keys come from a file of yours and are never in the process list."
-        settings = _set(settings, "sglang", "config", str(wanted.keys), why)
+        new = Setting("sglang", "config", str(wanted.keys), why, source="command line")
+        settings = _with(settings, new)
     return settings
 
 
-def _set(settings: list[Setting], kind: str, name: str, value: str, why: str) -> list[Setting]:
-    kept = [s for s in settings if (s.kind, s.name) != (kind, name)]
-    return [*kept, Setting(kind, name, value, why, source="this machine")]
+def _with(settings: list[Setting], new: Setting) -> list[Setting]:
+    """`new` in the place of one of its name."""
+    kept = [s for s in settings if (s.kind, s.name) != (new.kind, new.name)]
+    return [*kept, new]
 
 
 def _environment(settings: list[Setting]) -> dict[str, str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier.integration.launcher.command import Command
+from kvtier.integration.launcher.command import CALLER, Command
 from kvtier.integration.launcher.profiles import Profile
 
 
@@ -173,7 +173,7 @@ def warnings(profile: Profile, command: Command) -> list[str]:
         if end.happens(value, usual, profile):
             shown = f"{end.name}={value}" if end.kind == "environment" else f"--{end.name} {value}"
             found.append(f"{shown.strip()}: {end.what}")
-    return found + _open(command) + _twice(command.environment, profile)
+    return found + _open(command) + _from_the_shell(profile, command)
 
 
 def _value(end: DeadEnd, command: Command) -> str | None:
@@ -194,13 +194,14 @@ def _open(command: Command) -> list[str]:
     return [f"--host {host}: anybody who reaches it may use the server. Give --keys FILE."]
 
 
-def _twice(environment: Mapping[str, str], profile: Profile) -> list[str]:
-    """Variables whose value is not the profile's."""
-    return [
-        f"{setting.name}={environment[setting.name]}: the profile has {setting.value} "
-        f"({setting.why})"
-        for setting in profile.settings
-        if setting.kind == "environment"
-        and setting.name in environment
-        and environment[setting.name] != str(setting.value)
-    ]
+def _from_the_shell(profile: Profile, command: Command) -> list[str]:
+    """Variables of the caller's environment that win over the profile's."""
+    found = []
+    for setting in command.settings:
+        own = profile.get("environment", setting.name)
+        if setting.source == CALLER and own is not None:
+            found.append(
+                f"{setting.name}={setting.value}: your environment has it, the profile has "
+                f"{own.value}: {own.why}"
+            )
+    return found

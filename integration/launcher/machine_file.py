@@ -4,7 +4,7 @@
 [environment]            # by hand: set for every profile
 NCCL_P2P_LEVEL = "PHB"
 
-[facts]                  # by kvtier launch --save-machine
+[facts]                  # by the first launch, and by kvtier launch --save-machine
 cards = ["NVIDIA RTX PRO 6000 95.6 GiB at 0000:01:00.0", ...]
 ```
 """
@@ -36,10 +36,11 @@ class Saved:
 
 
 def place() -> Path:
-    """The system's file if it is there or this is root, else the user's."""
-    if SYSTEM.exists() or os.geteuid() == 0:
-        return SYSTEM
+    """The system's file if it is there, else the user's; root's is the system's, too, unless
+    XDG_CONFIG_HOME is set."""
     home = os.environ.get("XDG_CONFIG_HOME")
+    if SYSTEM.exists() or (os.geteuid() == 0 and not home):
+        return SYSTEM
     return (Path(home) if home else Path.home() / ".config") / "kvtier" / "machine.toml"
 
 

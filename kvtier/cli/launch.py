@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -113,6 +114,7 @@ def launch(
         sound = _preflight(profile, command, wanted, here, thorough=preflight)
         if preflight or not (sound or anyway):
             raise typer.Exit(0 if sound else 1)
+        _remember(here)
         raise typer.Exit(_serve(command, wanted))
 
 
@@ -134,6 +136,17 @@ def _command(profile: Profile, wanted: Wanted, here: Machine, *, save_machine: b
         for difference in machine_file.differences(saved, here):
             _warn(f"{difference}, says {saved.path}; kvtier launch --save-machine takes it over")
     return command
+
+
+def _remember(here: Machine) -> None:
+    """The first launch on a machine writes its file, if it may."""
+    from kvtier.integration.launcher import machine_file
+
+    saved = machine_file.load(machine_file.place())
+    if not saved.facts:
+        with contextlib.suppress(OSError):
+            machine_file.save(saved, here)
+            progress.print(f"note: this machine's facts are in {saved.path}", highlight=False)
 
 
 def _preflight(

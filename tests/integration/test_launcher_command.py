@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.integration.launcher import allreduce, checks, dead_ends, profiles
+from kvtier.errors import ConfigError
+from kvtier.integration.launcher import allreduce, checks, dead_ends, machine_file, profiles
 from kvtier.integration.launcher.command import Wanted, build, split_flags
 from kvtier.integration.launcher.drive import measure
 from kvtier.integration.launcher.machine import Card, Drive, Machine
@@ -111,6 +112,33 @@ def test_what_is_stronger_comes_later() -> None:
     assert "--tp-size" not in command.arguments and "127.0.0.1" not in command.arguments
     assert (command.value("tp-size"), command.value("enable-mixed-chunk")) == ("2", "")
     assert command.value("no-such-flag") is None
+
+
+def test_keys_and_a_config_of_one_s_own() -> None:
+    wanted = dataclasses.replace(WANTED, keys=Path("/k.yaml"), flags=("--config", "mine.yaml"))
+    with pytest.raises(ConfigError, match="put the keys into your own"):
+        build(profiles.load("generic"), wanted, NOWHERE)
+
+
+def test_what_the_machine_file_sets_is_no_mistake() -> None:
+    profile = profiles.load("rtxpro-mixed")
+    command = build(profile, WANTED, RIG, machine_environment={"NCCL_P2P_LEVEL": "SYS"})
+    assert dead_ends.warnings(profile, command) == []
+
+
+@pytest.mark.skipif(machine_file.SYSTEM.exists(), reason="this machine has a file of its own")
+def test_every_launch_reads_the_machine_file(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier" / "machine.toml"
+    file.parent.mkdir()
+    file.write_text('[environment]\nNCCL_DEBUG = "WARN"\n[facts]\nmemory = 1\n')
+    words = ("launch", "generic", "--model", "/m", "--dry-run")
+    done = kvtier(*words, XDG_CONFIG_HOME=str(tmp_path))
+    assert done.stdout.startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID \\\nNCCL_DEBUG=WARN \\\n")
+    assert "warning: memory was 1 and is " in done.stderr and "--save-machine" in done.stderr
+    done = kvtier("launch", "generic", "--save-machine", XDG_CONFIG_HOME=str(tmp_path))
+    assert done.returncode == 0 and f"Saved to {file}" in done.stdout
+    assert kvtier(*words, XDG_CONFIG_HOME=str(tmp_path)).stderr == ""
+    assert 'NCCL_DEBUG = "WARN"' in file.read_text()
 
 
 def test_flags_as_people_write_them() -> None:
@@ -262,6 +290,11 @@ def test_a_fourth_slot_is_refused(tmp_path: Path) -> None:
         ({"shared_huge_pages": "never"}, "warning", "ten times slower"),
         ({"cards_on_bus": 5}, "warning", "one has not come up"),
         ({"link": "SYS"}, "warning", "below one CPU"),
+        (
+            {"cards": (*RIG.cards[:3], dataclasses.replace(RIG.cards[3], numa=1))},
+            "warning",
+            "NUMA nodes 0, 1",
+        ),
         ({"bar_too_small": ("41:00.0",)}, "warning", "Resizable BAR"),
         ({"drive": Drive("tmpfs", "rw", "", "", "")}, "warning", "does not outlive the machine"),
         ({"kernel": ()}, "note", "amd_iommu=off"),

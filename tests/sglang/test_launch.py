@@ -18,6 +18,7 @@ import pytest
 from kvtier_test_platform.committed import committed_pages, kv_pages, wait_until
 from kvtier_test_platform.server import PAGE_SIZE, Server, free_port, prompt_tokens
 from servers import MODELS, PROMPT, assert_all_from_storage
+from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
 from kvtier.integration.launcher import profiles
 from kvtier.integration.launcher.command import ALIASES, Wanted, build
@@ -65,11 +66,11 @@ def test_sglang_parses_the_command_of_every_profile(
     keys = tmp_path / "keys.yaml"
     wanted = Wanted("/models/some", Path("/mnt/nvme/kvtier"), keys, ("--log-level", "info"))
     arguments = build(profile, wanted, NOWHERE).arguments
-    # --config is taken out before the arguments are parsed (server_args_config_parser.py).
-    assert "--config" in arguments
-    at = arguments.index("--config")
-    parsed, unknown = parser.parse_known_args(arguments[:at] + arguments[at + 2 :])
+    keys.write_text("api-key: secret\n")
+    merged = ConfigArgumentMerger(parser=parser).merge_config_with_args(arguments)
+    parsed, unknown = parser.parse_known_args(merged)
     assert unknown == []
+    assert parsed.api_key == "secret" and "secret" not in arguments
     assert parsed.hicache_storage_backend == "kvtier"
     assert parsed.hicache_storage_prefetch_policy == "wait_complete"
     assert (parsed.hicache_ratio, parsed.host) == (2.0, "127.0.0.1")
@@ -115,7 +116,7 @@ class Launched:
             assert self.process.poll() is None, self.client.log_tail()
             return len(self.lines("ready after")) >= times
 
-        wait_until(ready, f"ready line number {times}\n{self.client.log_tail()}", timeout=300)
+        wait_until(ready, f"ready line number {times}\n{self.client.log_tail()}", timeout=600)
         return self.lines("ready after")[-1]
 
     def engine(self) -> int:
@@ -135,7 +136,10 @@ def launched(directory: Path, *flags: str, **environment: str) -> Iterator[Launc
     with client.log.open("ab") as log:
         process = subprocess.Popen(
             words,
-            env=os.environ | client._platform_environment() | environment,
+            env=os.environ
+            | client._platform_environment()
+            | {"XDG_CONFIG_HOME": str(directory / "config")}
+            | environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -153,9 +157,11 @@ def launched(directory: Path, *flags: str, **environment: str) -> Iterator[Launc
         process.wait()
 
 
+@pytest.mark.timeout(1500)
 def test_a_killed_server_comes_back_with_its_prompt_and_a_stop_commits(tmp_path: Path) -> None:
     with launched(tmp_path, KVTIER_COMMIT_INTERVAL="30") as launch:
         first = launch.wait_ready(1)
+        assert (tmp_path / "config" / "kvtier" / "machine.toml").exists()
         assert "; sessions restorable: 0, tokens: 0," in first and "OFF" not in first
         cold = launch.client.generate(PROMPT)
         assert cold.cached_tokens == 0
@@ -190,6 +196,6 @@ def _waiting(root: Path) -> int:
 
 def test_a_refused_command_line_is_not_tried_again(tmp_path: Path) -> None:
     with launched(tmp_path, "--no-such-flag") as launch:
-        assert launch.process.wait(120) == 2
+        assert launch.process.wait(500) == 2
         assert launch.lines("SGLang refuses the command line")
         assert len(launch.lines("starting")) == 1
