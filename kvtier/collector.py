@@ -56,11 +56,11 @@ logger = logging.getLogger("kvtier")
 
 
 class Collector:
-    """Starts collections. `tick` is for the keeper's thread, the rest for others."""
+    """Starts collections. `due` and `start` are for the keeper's thread, the rest for others."""
 
     def __init__(self, layout: Layout, quota: Quota, config: Config) -> None:
         self.wake = threading.Event()
-        """Set when `tick` should be called soon."""
+        """Set when `due` should be asked soon."""
         self._layout = layout
         self._quota = quota
         self._config = config
@@ -81,19 +81,20 @@ class Collector:
         self._tails_at = time.monotonic()
 
     def wait_for_space(self, size: int, timeout: float) -> bool:
-        """Ask for so many bytes and wait for the end of a collection; False if that took longer,
-        or if the last one found nothing to free."""
+        """Ask for so many bytes and wait for the end of a collection, but no longer than this;
+        False if the last one found nothing to free."""
         with self._done:
             if time.monotonic() < self._hopeless_until:
                 return False
             self._wanted, rounds = size, self._rounds
             self.wake.set()
-            return self._done.wait_for(lambda: self._rounds > rounds, timeout)
+            self._done.wait_for(lambda: self._rounds > rounds, timeout)
+            return True
 
-    def tick(self) -> None:
-        """Start a collection if one is due."""
-        if self._process is None and time.monotonic() >= self._not_before and self._due():
-            self._start()
+    def due(self) -> bool:
+        """Whether it is time for a collection: then note what was used, and `start` it."""
+        ready = self._process is None and time.monotonic() >= self._not_before
+        return ready and self._needed()
 
     def close(self) -> None:
         """End a collection that is under way: what it logged counts, the rest stays."""
@@ -104,7 +105,7 @@ class Collector:
     def _ahead(self, cap: int) -> int:
         return max(min(cap // 4, (cap // AHEAD) << self._doublings), 2 * self._wanted)
 
-    def _due(self) -> bool:
+    def _needed(self) -> bool:
         standing = self._quota.standing()
         if self._wanted or standing.room < self._ahead(standing.cap) // 2:
             return True
@@ -113,7 +114,8 @@ class Collector:
         idle = time.monotonic() - self._tails_at > IDLE_SECONDS
         return idle or self._tail_bytes > max(TAIL_BYTES, standing.used // TAILS)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start a collection."""
         self._doublings = min(8, self._doublings + 1) if self._wanted else self._doublings // 2
         standing = self._quota.measure()
         outstanding = standing.taken - standing.used

@@ -39,6 +39,9 @@ logger = logging.getLogger("kvtier")
 _SPACE_SHARE = 0.8
 """Of `put_deadline`, for a collection to free space: puts that wait should not give up first."""
 
+_LOOK_SECONDS = 0.25
+"""While pages wait for room, what else was queued is looked for so often."""
+
 _Pages = set[bytes]
 
 
@@ -298,15 +301,23 @@ class Committer:
         up, if it does not become free in time."""
         size = sum(align(len(piece.keys) * piece.part_bytes) for piece in pieces)
         give_up = time.monotonic() + _SPACE_SHARE * self._config.put_deadline
-        while not self._quota.reserve(size):
-            left = give_up - time.monotonic()
+        while size and not self._quota.reserve(size):
+            late = time.monotonic() > give_up
             too_large = self._quota.headroom() < size
-            if left <= 0 or not (too_large and self._collector.wait_for_space(size, left)):
+            self._commit_records()
+            if late or not (too_large and self._collector.wait_for_space(size, _LOOK_SECONDS)):
                 reason = OSError(errno.EDQUOT, self._quota.reason)
                 self._complain(reason, sum(len(piece.keys) for piece in pieces))
                 return False
         batch.reserved += size
         return True
+
+    def _commit_records(self) -> None:
+        """Log what was used while pages wait for room: the collection that makes it should know."""
+        with self._changed:
+            records, self._records = self._records, []
+        if records:
+            self._commit(_Batch(self.failures), records)
 
     def _commit(self, batch: _Batch, records: list[tuple[FrameType, bytes]]) -> None:
         if records:

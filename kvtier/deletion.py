@@ -19,6 +19,7 @@ from kvtier.format import FrameType, Grave, encode_tombstone, new_id
 from kvtier.index import Index
 from kvtier.layout import Layout, write_durably
 from kvtier.pages import Bools
+from kvtier.quota import Quota
 from kvtier.retention import Victims
 
 BALLAST = "ballast"
@@ -104,12 +105,13 @@ def drop_ballast(layout: Layout) -> None:
     (layout.index / BALLAST).unlink(missing_ok=True)
 
 
-def keep_ballast(layout: Layout) -> None:
+def keep_ballast(layout: Layout, quota: Quota) -> None:
     """Set room aside for deletions on a disk that is full later. Without room there is none."""
     path = layout.index / BALLAST
     with contextlib.suppress(OSError):
-        if not path.exists():
+        if not path.exists() and quota.reserve(BALLAST_BYTES):
             write_durably(path, (os.urandom(BALLAST_BYTES),))
+            quota.spend(BALLAST_BYTES)
             layout.adopt(path)
 
 

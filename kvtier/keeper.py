@@ -152,7 +152,9 @@ class Keeper:
             self._save_at = time.monotonic() + SAVE_PAUSE_SECONDS
             if self.save_index():
                 self._save_at = 0.0
-        self._collector.tick()
+        if self._collector.due():
+            self.log_recency()  # a collection has an index of its own
+            self._collector.start()
 
     def _tell(self) -> None:
         pages, waited = self._committer.window()

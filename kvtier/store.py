@@ -90,7 +90,7 @@ class Store:
         layout = Layout.open(find_store(config.root), create=True)
         try:
             store = cls(layout, config)
-            keep_ballast(layout)
+            keep_ballast(layout, store.quota)
             return store
         except OSError as error:
             raise UnreachableError(

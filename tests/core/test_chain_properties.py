@@ -143,7 +143,7 @@ class Life:
 @pytest.mark.parametrize("seed", range(6))
 def test_any_life_under_a_cap(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Collections are made here, where the dice says so; each costs a process otherwise.
-    monkeypatch.setattr(Collector, "tick", lambda collector: None)
+    monkeypatch.setattr(Collector, "due", lambda collector: False)
     monkeypatch.setattr(Collector, "wait_for_space", lambda *_: False)
     chance = random.Random(seed)
     life = Life(tmp_path, chance)
