@@ -174,7 +174,7 @@ PATCH = Patch(
         f"sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe.{KERNEL}",
         "sglang.srt.layers.moe.topk.TopKOutputChecker.format_is_bypassed",
         f"{_LAYER}.is_shared_fused_moe",
-        "sglang.srt.environ.envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK",
+        "sglang.srt.environ.Envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK",
     ),
     install=_install,
     refusal=_refusal,

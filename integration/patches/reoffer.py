@@ -89,11 +89,14 @@ def _after_an_attach(result: Any, attachment: Any, *args: Any, **kwargs: Any) ->
 def _note_refused(result: None, controller: Any, operation: Any) -> None:
     """In the backup thread, for every operation whether it was stored or not."""
     pages = len(operation.hash_value)
-    hits = operation.pool_storage_result.extra_pool_hit_pages
+    result_of_pools = getattr(
+        operation, "pool_storage_result", None
+    )  # of trees with one pool: none
+    hits = result_of_pools.extra_pool_hit_pages if result_of_pools is not None else {}
     whole = controller.backup_skip or operation.completed_tokens >= pages * controller.page_size
     if not whole or any(
         hits.get(transfer.name, len(transfer.keys or ())) < len(transfer.keys or ())
-        for transfer in operation.pool_transfers or ()
+        for transfer in getattr(operation, "pool_transfers", None) or ()
     ):
         controller.kvtier_refused = True
 
@@ -127,7 +130,7 @@ def _refusal(server_args: Any) -> str | None:
 
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _ATTACHMENT = "sglang.srt.mem_cache.unified_cache.storage_attachment.StorageAttachment"
-_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 _CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface"
 
 PATCH = Patch(

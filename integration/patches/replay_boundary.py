@@ -47,5 +47,5 @@ PATCH = Patch(
             ("self", "request", "last_host_node_id", "new_input_tokens"),
         ),
     ),
-    relies_on=(f"{_TREE}.swa_reprefill_tail_tokens",),
+    relies_on=("sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.swa_reprefill_tail_tokens",),
 )
