@@ -216,10 +216,10 @@ class _Copy:
         """The old place."""
         return self.old.grave(self.first, len(self.run))
 
-    def still_there(self, index: Index) -> bool:
-        """Whether the old copies of all pages are live."""
-        places = range(self.first, self.first + len(self.run))
-        return all(index.holds(self.old.grave(position, 1)) for position in places)
+    @property
+    def positions(self) -> range:
+        """Of the pages in the old run."""
+        return range(self.first, self.first + len(self.run))
 
 
 class Mover:
@@ -341,8 +341,7 @@ class Mover:
                 _close(self._streams.pop(trailing).writer)
 
     def _log(self, stream: _Stream) -> None:
-        copies = [copy for copy in stream.copies if copy.still_there(self._index)]
-        stream.copies = []
+        copies, stream.copies = self._still_there(stream.copies), []
         now = time.time_ns()
         frames = [(body, now) for body in self._columns(stream.writer, copies)]
         for copy in copies:
@@ -358,6 +357,30 @@ class Mover:
         # Synced before: a power cut may leave any part of what is not.
         if graves:
             stream.writer.log(tombstones(graves), now)
+
+    def _still_there(self, copies: list[_Copy]) -> list[_Copy]:
+        """Those of which the old places of all pages are live."""
+
+        def held(copy: _Copy) -> bool:
+            graves = (copy.old.grave(position, 1) for position in copy.positions)
+            return all(map(self._index.holds, graves))
+
+        if all(map(held, copies)):
+            return copies
+        # Something was deleted, or a newer copy stands for a page: a kill may leave two.
+        names = {copy.old.segment for copy in copies}
+        live = {
+            (stored.segment, stored.manifest_offset): set(stored.positions.tolist())
+            for stored in self._index.runs()
+            if stored.segment in names
+        }
+        return [
+            copy
+            for copy in copies
+            if live.get((copy.old.segment, copy.old.manifest_offset), set()).issuperset(
+                copy.positions
+            )
+        ]
 
     def _columns(
         self, writer: SegmentWriter, copies: Iterable[_Copy]
