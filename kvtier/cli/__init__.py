@@ -20,7 +20,7 @@ from kvtier.errors import KvtierError
 
 app = typer.Typer(
     name="kvtier",
-    help="Look after a store of KV-cache pages, beside running servers or without any.",
+    help="Serve models with their KV cache on a drive, and look after that store.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
