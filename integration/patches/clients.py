@@ -3,8 +3,8 @@
 SGLang 0.5.23 answers 400 to blocks that are not in its list (entrypoints/anthropic/protocol.py:113:
 `document`, blocks of server tools, `container_upload`), to `redacted_thinking` in a history
 (entrypoints/anthropic/serving.py:375), to tools that run on Anthropic's servers and are not in its
-list (protocol.py:184), and to the effort `off` (entrypoints/openai/protocol.py:879 and
-protocol.py:277). Its sampling default is top_p 1.0 where neither the request nor the checkpoint
+list (protocol.py:226), and to the effort `off` (entrypoints/openai/protocol.py:879 and
+protocol.py:345). Its sampling default is top_p 1.0 where neither the request nor the checkpoint
 says one (entrypoints/openai/protocol.py:1062).
 
 Those are pydantic models, which cannot be hooked: an ASGI middleware rewrites the JSON. It stands

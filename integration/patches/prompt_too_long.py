@@ -2,8 +2,8 @@
 
 Coding agents compact their history when they read `prompt is too long: N tokens > M maximum`, and
 ask for fewer tokens when they read `input length and max_tokens exceed context limit: N + K > M`.
-SGLang 0.5.23 says the same in words of its own (managers/tokenizer_manager.py:1341 and 1367,
-managers/utils.py:275), and to a request for a stream only inside the stream, after status 200
+SGLang 0.5.23 says the same in words of its own (managers/tokenizer_manager.py:1350 and 1372,
+managers/utils.py:284), and to a request for a stream only inside the stream, after status 200
 (entrypoints/anthropic/serving.py, `_handle_streaming`); /v1/chat/completions waits for the first
 chunk and answers 400 (entrypoints/openai/serving_chat.py, `_handle_streaming_request`).
 """

@@ -8,7 +8,7 @@ never stored again.
 
 With this patch each tree remembers, from such an event on, what it has offered since; before a node
 it offers those above it that it has not. The number of storage operations must be the same on all
-ranks of a group, since SGLang consumes their acknowledgements in step (unified_radix_cache.py:3014
+ranks of a group, since SGLang consumes their acknowledgements in step (unified_radix_cache.py:3010
 and 3298). So ranks decide from what they share: the tree, which is the same on all; a clear and an
 attach, which SGLang sends to all; and for puts that one rank's store has refused a reduction of
 their own, every 256th time that SGLang reduces its counts.

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -149,3 +150,18 @@ def test_the_command_lists_every_patch_and_looks_at_sglang() -> None:
     assert list(rows) == NAMES
     assert [name for name in rows if rows[name]["on"]] == ["replay_boundary", "inline_system"]
     assert all(row["missing"] == [] for row in rows.values())
+
+
+def test_the_launcher_can_split_experts_where_there_is_no_sglang() -> None:
+    code = (
+        "import sys; sys.modules.update(sglang=None, torch=None);"
+        "from kvtier.integration.patches.split import derive_split;"
+        "print(*derive_split([95.6, 84.0, 84.0, 84.0], 384))"
+    )
+    assert _run("-c", code).stdout.split() == ["108", "92", "92", "92"]
+
+
+def test_the_document_has_a_row_for_each() -> None:
+    document = Path(__file__).parents[2] / "docs" / "patches.md"
+    rows = [line.split("`")[1] for line in document.read_text().splitlines() if line[:3] == "| `"]
+    assert rows == NAMES
