@@ -304,7 +304,7 @@ class Committer:
         while size and not self._quota.reserve(size):
             late = time.monotonic() > give_up
             too_large = self._quota.headroom() < size
-            self._commit_records()
+            self._commit_records(batch)
             if late or not (too_large and self._collector.wait_for_space(size, _LOOK_SECONDS)):
                 reason = OSError(errno.EDQUOT, self._quota.reason)
                 self._complain(reason, sum(len(piece.keys) for piece in pieces))
@@ -312,12 +312,16 @@ class Committer:
         batch.reserved += size
         return True
 
-    def _commit_records(self) -> None:
-        """Log what was used while pages wait for room: the collection that makes it should know."""
+    def _commit_records(self, batch: _Batch) -> None:
+        """Log what was used while pages wait for room: the collection that makes it should know.
+        What the batch has written is committed with it, since a segment is closed once it is full.
+        """
         with self._changed:
             records, self._records = self._records, []
         if records:
-            self._commit(_Batch(self.failures), records)
+            self._commit(batch, records)
+            batch.writers.clear()
+            batch.at.clear()
 
     def _commit(self, batch: _Batch, records: list[tuple[FrameType, bytes]]) -> None:
         if records:

@@ -90,14 +90,22 @@ def superseded(c: Chains, grid: int, per_chain: int, *, anchors: Ints) -> Ints:
     for forks in _by_path(c, _forks(c)):
         free = min(_FORK_TAILS, int(room[c.longest[forks[0]]]))
         keep[before[forks[: max(0, free)]]] = True
-    mark = keep[:-2]
+    keep = _windows(c, keep[:-2])
+    trailing = np.array([stored.run.trailing for stored in c.runs], np.bool_)[c.part_run]
+    # Parts of a boundary that other ranks or pools are about to complete are not superseded.
+    settled = _windows(c, c.restorable)[c.parts] | (c.part_time < time.time_ns() - SETTLE_NS)
+    return np.flatnonzero(trailing & c.reachable[c.parts] & ~keep[c.parts] & settled)
+
+
+def _windows(c: Chains, boundaries: Bools) -> Bools:
+    """Pages whose tails these boundaries need; both bool (n,)."""
+    needed, mark = boundaries.copy(), boundaries
     for _ in range(c.window - 1):
         above = np.zeros(len(c) + 2, np.bool_)
         above[c.parent[mark]] = True
-        mark = above[:-2] & ~keep[:-2]
-        keep[:-2] |= mark
-    trailing = np.array([stored.run.trailing for stored in c.runs], np.bool_)[c.part_run]
-    return np.flatnonzero(trailing & c.reachable[c.parts] & ~keep[c.parts])
+        mark = above[:-2] & ~needed
+        needed |= mark
+    return needed
 
 
 def choose(found: Collection[Chains], need: int, held: Mapping[bytes, Ints]) -> dict[bytes, Ints]:
