@@ -144,10 +144,11 @@ class SegmentWriter:
         self.close()
 
     def close(self) -> None:
-        """Append no more; the segment's lock ends."""
-        if self._data >= 0:
-            os.close(self._data)
-        os.close(self._log)
+        """Append no more; the segment's lock ends. Later calls fail, and reach no other file."""
+        for fd in (self._data, self._log):
+            if fd >= 0:
+                os.close(fd)
+        self._data = self._log = -1
 
 
 def hide_from(fd: int, offset: int | None) -> None:

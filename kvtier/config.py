@@ -130,11 +130,13 @@ class Config:
         256 * MIB, 64 * KIB, 256 * GIB, "Memory per process that pages pass through on their way"
     )
     read_threads: int = _count(4, 1, 64, "Reads of the drive in flight per process")
+    # Below the 10 s in which SGLang's storage threads must end when it is flushed or detached, or
+    # the server ends (cache_controller.py, _stop_storage_threads).
     read_deadline: float = _seconds(
-        10.0, 0.001, 3600.0, "A read not done by then is given up and counts as a miss"
+        8.0, 0.001, 3600.0, "A read not done by then is given up and counts as a miss"
     )
     put_deadline: float = _seconds(
-        10.0, 0.001, 3600.0, "A put that finds no room in staging by then is refused"
+        8.0, 0.001, 3600.0, "A put that finds no room in staging by then is refused"
     )
     direct_io: bool = _switch(True, "Pass by the page cache where the file system can (O_DIRECT)")
     grace: float = _seconds(

@@ -159,6 +159,9 @@ class Keeper:
     def _tell(self) -> None:
         pages, waited = self._committer.window()
         tokens = sum(count * self._page_tokens(namespace) for namespace, count in pages.items())
+        standing = self._quota.standing()
+        telemetry.STORE_BYTES.set(standing.used)
+        telemetry.LIMIT_BYTES.set(standing.cap)
         telemetry.UNCOMMITTED_TOKENS.set(tokens)
         telemetry.UNCOMMITTED_SECONDS.set(waited)
         self._status.write(

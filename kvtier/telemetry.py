@@ -11,6 +11,16 @@ stopped (the drive fails), failed (a write or sync failed), too_large, supersede
 ones of the same put make superfluous)."""
 
 WRITTEN_BYTES = Counter("kvtier_written_bytes", "Payload made durable, in bytes")
+STORE_BYTES = Gauge(
+    "kvtier_store_bytes",
+    "What the store's directory takes on disk, at the last measurement",
+    multiprocess_mode="mostrecent",
+)
+LIMIT_BYTES = Gauge(
+    "kvtier_store_limit_bytes",
+    "What it may take: the lesser of limit and what min_free leaves",
+    multiprocess_mode="mostrecent",
+)
 COMMITS = Counter("kvtier_commits", "Batches made durable")
 COMMIT_SECONDS = Histogram("kvtier_commit_seconds", "Time from a batch's first write to visible")
 UNCOMMITTED_BYTES = Gauge(

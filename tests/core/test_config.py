@@ -19,7 +19,7 @@ def test_defaults() -> None:
     assert config.fingerprint == "sampled"
     assert (config.commit_interval, config.commit_size) == (0.2, 64 << 20)
     assert (config.segment_size, config.staging_size) == (1 << 30, 256 << 20)
-    assert (config.read_threads, config.read_deadline, config.put_deadline) == (4, 10.0, 10.0)
+    assert (config.read_threads, config.read_deadline, config.put_deadline) == (4, 8.0, 8.0)
     assert (config.direct_io, config.grace) == (True, 5.0)
 
 
