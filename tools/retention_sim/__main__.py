@@ -21,12 +21,13 @@ from rich.table import Table
 from kvtier.sizes import format_size
 from retention_sim.engine import replay
 from retention_sim.geometry import KV_BYTES, PAGE_TOKENS, TAIL_BYTES
+from retention_sim.lengths import CUTS, LENGTHS, Kept, kept_of
 from retention_sim.plot import bars
 from retention_sim.stores import PageLru, SegmentLru
 from retention_sim.tiered import Kvtier
 from retention_sim.traffic import START_TOKENS, Request, Trace, generate
 
-STORES = {"kvtier": Kvtier, "page LRU": PageLru, "segment LRU": SegmentLru}
+STORES = ("kvtier", "page LRU", "segment LRU")
 
 CAPS = (0.5, 1.0, 1.5)
 """In working sets: bytes of the six histories, on average over time, and of one tail for each."""
@@ -69,6 +70,8 @@ class Result:
     """At the end."""
     written: float
     """Bytes written over bytes of all pages that are different, tails not counted."""
+    refused_tokens: int
+    """Computed, but not stored, since the store had lost what comes before them."""
 
 
 traces: dict[int, Trace] = {}
@@ -84,15 +87,19 @@ def main() -> int:
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         traffic = list(pool.map(_describe, options.seeds))
-        jobs = [(t, name, cap) for t in traffic for cap in CAPS for name in STORES]
+        jobs = [(t, name, cap, options.reoffer) for t in traffic for cap in CAPS for name in STORES]
         replayed = pool.map(_replay, *zip(*jobs, strict=True))
         results = list(track(replayed, "Replaying", len(jobs), console=quiet))
-    console = Console(width=100)
+    console = Console(width=130)
+    lengths = [kept_of(tokens) for tokens in LENGTHS]
+    console.print(_length_table(lengths))
     console.print(_traffic_table(traffic))
     console.print(_result_table(results))
     if options.json:
         document = {
             "days": options.days,
+            "reoffer": options.reoffer,
+            "lengths": [asdict(k) for k in lengths],
             "traffic": [asdict(t) for t in traffic],
             "results": [asdict(r) for r in results],
         }
@@ -120,11 +127,18 @@ def _describe(seed: int) -> Traffic:
     )
 
 
-def _replay(traffic: Traffic, name: str, cap: float) -> Result:
+def _replay(traffic: Traffic, name: str, cap: float, reoffer: bool) -> Result:
     trace = traces[traffic.seed]
-    size = int(cap * traffic.working_set)
-    outcome = replay(trace, STORES[name](len(trace.parent), size))
-    full = next((i for i, size_ in enumerate(outcome.stored) if size_ > 0.7 * size), 0)
+    pages, size = len(trace.parent), int(cap * traffic.working_set)
+    refused = 0
+    if name == "kvtier":
+        kvtier = Kvtier(pages, size, reoffer=reoffer)
+        outcome = replay(trace, kvtier)
+        refused = kvtier.refused
+    else:
+        store = PageLru if name == "page LRU" else SegmentLru
+        outcome = replay(trace, store(pages, size))
+    full = next((i for i, stored in enumerate(outcome.stored) if stored > 0.7 * size), 0)
     return Result(
         seed=traffic.seed,
         store=name,
@@ -133,13 +147,30 @@ def _replay(traffic: Traffic, name: str, cap: float) -> Result:
         restorable=outcome.restorable[-1],
         least_restorable=min(outcome.restorable[full:]),
         restorable_tokens=outcome.restorable_tokens,
-        written=outcome.written / (len(trace.parent) * KV_BYTES),
+        written=outcome.written / (pages * KV_BYTES),
+        refused_tokens=refused * PAGE_TOKENS,
     )
 
 
 def _of(results: list[Result], name: str, cap: float, figure: str) -> list[float]:
     """A figure of one store under one cap, for each seed."""
     return [getattr(r, figure) for r in results if (r.store, r.cap) == (name, cap)]
+
+
+def _length_table(lengths: list[Kept]) -> Table:
+    losses = (*(f"cut by {cut // 1000}K" for cut in CUTS), "by any")
+    table = _table("tokens", "offered", "", "kept", "", "of KV", *losses)
+    for k in lengths:
+        table.add_row(
+            f"{k.tokens:,}",
+            f"{k.offered} tails",
+            format_size(k.offered_bytes),
+            f"{k.tails} tails",
+            format_size(k.bytes),
+            f"{k.multiple:.2f}",
+            *(f"{loss:,}" for loss in k.losses),
+        )
+    return table
 
 
 def _traffic_table(traffic: list[Traffic]) -> Table:
@@ -158,7 +189,7 @@ def _traffic_table(traffic: list[Traffic]) -> Table:
 
 
 def _result_table(results: list[Result]) -> Table:
-    columns = ("token hit rate", "restorable bytes", "the least", "restorable", "written")
+    columns = ("token hit rate", "restorable bytes", "least", "restorable", "written", "refused")
     table = _table("cap", "store", *columns)
     for cap in CAPS:
         for name in STORES:
@@ -171,6 +202,7 @@ def _result_table(results: list[Result]) -> Table:
                 _spread([x / 1e6 for x in _of(results, name, cap, "restorable_tokens")], ".2f")
                 + "M",
                 f"{fmean(_of(results, name, cap, 'written')):.1f}",
+                f"{fmean(_of(results, name, cap, 'refused_tokens')) / 1e6:.1f}M",
             )
     return table
 
@@ -191,7 +223,8 @@ def _spread(figures: list[float], form: str) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m retention_sim", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--days", type=float, default=10.0, help="length of the traffic")
+    parser.add_argument("--days", type=float, default=7.0, help="length of the traffic")
+    parser.add_argument("--reoffer", action="store_true", help="SGLang has the patch reoffer")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--svg", type=Path, help="write the plot of the hit rates there")

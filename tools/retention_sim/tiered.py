@@ -39,11 +39,14 @@ class Kvtier:
     """A collection frees one part in so many of the cap ahead: what the collector comes to when
     commits had to wait for it twice, since a prefill fills a 32nd of so small a cap in seconds."""
 
-    def __init__(self, pages: int, cap: int) -> None:
+    def __init__(self, pages: int, cap: int, *, reoffer: bool = False) -> None:
+        """`reoffer`: SGLang has the patch of this name (`integration/patches/reoffer.py`), and
+        offers what the store has lost before what comes after it; here at once, without tails."""
         self.contents = Contents(pages)
         self.refused = 0
-        """Pages that nobody could ever have reached, since the page before them is not stored."""
+        """Pages that were not taken, since the page before them is not stored."""
         self._high = cap - margin(cap) - cap // self.AHEAD // 2
+        self._reoffer = reoffer
         self._low = cap - margin(cap) - cap // self.AHEAD
         self._tail_bytes = 0
         """Written since the last collection."""
@@ -65,12 +68,15 @@ class Kvtier:
             self._add(pages, begin + start, begin + end, WINDOW_PAGES, now)
         there = self.contents.families(pages[first:])
         self._note(pages[first:][there], now)
-        before = pages[max(0, first - 1) : first]
-        if there[0] or self.contents.families(before).all():
-            for start, end in _stretches(~there):
-                self._add(pages, first + start, first + end, 0, now)
-        else:
+        before = self.contents.families(pages[:first])
+        if self._reoffer and not there[0]:
+            for start, end in _stretches(~before):
+                self._add(pages, start, end, 0, now)
+        elif not there[0] and not before[-1:].all():
             self.refused += int((~there).sum())
+            there[:] = True
+        for start, end in _stretches(~there):
+            self._add(pages, first + start, first + end, 0, now)
         stored = self.contents.stored
         if stored > self._high or self._tail_bytes > max(LEAST_TAIL_BYTES, stored // TAILS):
             self._collect()

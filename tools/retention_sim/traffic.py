@@ -263,13 +263,25 @@ def generate(seed: int, days: float) -> Trace:
         if len(world.asked) % 20 == 0:
             pages = [np.array(agent.history.pages) for agent in agents]
             live_pages.append(len(np.unique(np.concatenate(pages))))
-    parent = np.array(world.parent, np.int64)
+    parent = _only_asked(world)
     restarts = []
     time = world.random.uniform(*RESTART_HOURS) * HOUR
     while time < days * 24 * HOUR:
         restarts.append(Restart(time))
         time += world.random.uniform(*RESTART_HOURS) * HOUR
     return Trace(seed, _above_the_store(world.asked, restarts, parent), parent, live_pages)
+
+
+def _only_asked(world: _World) -> Ints:
+    """Number the pages that were in a request anew, and leave the others out; their parents."""
+    parent = np.array(world.parent, np.int64)
+    asked = np.zeros(len(parent), np.bool_)
+    for request in world.asked:
+        asked[request.pages] = True
+    number = np.append(np.cumsum(asked) - 1, -1)
+    for request in world.asked:
+        request.pages[:] = number[request.pages].tolist()
+    return number[parent[asked]]
 
 
 def _above_the_store(
