@@ -362,12 +362,16 @@ class Mover:
         """Those of which the old places of all pages are live."""
 
         def held(copy: _Copy) -> bool:
-            graves = (copy.old.grave(position, 1) for position in copy.positions)
-            return all(map(self._index.holds, graves))
+            run, old = copy.run, copy.old
+            found = self._index.locate(run.namespace, run.blocks[0].column, bytes(run.keys))
+            return [
+                (f.stored.segment, f.stored.manifest_offset, f.stored.positions.tolist())
+                for f in found
+            ] == [(old.segment, old.manifest_offset, list(copy.positions))]
 
         if all(map(held, copies)):
             return copies
-        # Something was deleted, or a newer copy stands for a page: a kill may leave two.
+        # Something was deleted, or another copy stands for a page: a kill may leave two.
         names = {copy.old.segment for copy in copies}
         live = {
             (stored.segment, stored.manifest_offset): set(stored.positions.tolist())

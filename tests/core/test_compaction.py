@@ -147,6 +147,7 @@ def test_nothing_is_moved_that_the_limit_has_no_room_for(root: Path) -> None:
     layout = layout_of(root)
     before = copies(fresh_index(layout.path))
     assert not _collect(layout, limits=Limits(Amount(disk_usage(layout.path)), Amount(0))).moved
+    assert not _collect(layout, limits=Limits(Amount(PLENTY), Amount(0), 100 << 10)).moved
     assert copies(fresh_index(layout.path)) == before
     room = 600 << 10
     limit = disk_usage(layout.path) + room
