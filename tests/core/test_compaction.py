@@ -349,6 +349,43 @@ def test_who_looked_before_the_move_and_reads_after_it(root: Path) -> None:
             exact(namespace, chain)
 
 
+WAITING = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+import test_compaction as t
+t._collect(t.layout_of(Path(sys.argv[1])), grace=600.0)
+"""
+
+
+def test_readers_have_a_grace_time_before_old_places_go(root: Path) -> None:
+    layout, here = layout_of(root), str(Path(__file__).parent)
+    with opened(root, **SMALL) as (store, _):
+        old = Index(layout)
+        before = copies(old)
+        payload = {path: path.stat().st_blocks for path in layout.segments.glob("*.kvs")}
+        collection = subprocess.Popen([sys.executable, "-c", WAITING, str(root), here])
+        try:
+            deadline = time.monotonic() + 120
+            while len(used_segments(index := fresh_index(layout.path))) > most_segments(index):
+                assert time.monotonic() < deadline and collection.poll() is None
+                time.sleep(0.1)
+            time.sleep(2.0)  # for what should not happen
+            assert {path: path.stat().st_blocks for path in payload} == payload
+            assert copies(old) == before
+            reader = Reader(layout, old, store.config, Breaker("reads"))
+            for chain in LEFT:
+                memory = Memory(2, cut(SIZES[KV]))
+                request = PoolPages(KV, chain, memory.buffers())
+                assert reader.get(identity().id_bytes, [request])[0][0].all()
+                assert memory.read() == contents(chain, SIZES[KV], KV)
+            reader.close()
+            assert collection.poll() is None
+        finally:
+            collection.kill()
+            collection.wait(60)
+
+
 READER = """
 import random, sys
 sys.path.insert(0, sys.argv[2])
