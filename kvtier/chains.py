@@ -17,7 +17,6 @@ from kvtier.entries import Ints
 from kvtier.index import Index
 from kvtier.pages import KEY_BYTES, ROOT, Bools
 
-
 Keys = Collection[bytes]
 
 
