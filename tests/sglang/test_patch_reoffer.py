@@ -155,7 +155,8 @@ def test_a_store_that_goes_on_refusing_is_asked_ever_less_often(start, patched) 
 
 
 def test_two_ranks_offer_the_same_though_only_one_store_has_lost_pages(tmp_path) -> None:
-    """Two processes with SGLang's collectives between them, each with a store of its own."""
+    """Two processes with SGLang's collectives between them, each with a store of its own. If each
+    decided for itself, they would wait for each other for ever."""
     ranks = [
         subprocess.Popen(
             [sys.executable, RANKS, str(rank), str(tmp_path)],
@@ -166,10 +167,14 @@ def test_two_ranks_offer_the_same_though_only_one_store_has_lost_pages(tmp_path)
         for rank in range(2)
     ]
     answers = []
-    for process in ranks:
-        out, err = process.communicate(timeout=500)
-        assert process.returncode == 0, err[-2000:]
-        answers.append(json.loads(out.splitlines()[-1]))
+    try:
+        for process in ranks:
+            out, err = process.communicate(timeout=400)
+            assert process.returncode == 0, err[-2000:]
+            answers.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for process in ranks:
+            process.kill()
     whole, lost = answers
     assert whole["offered"] == lost["offered"]
     assert lost["refused"]
