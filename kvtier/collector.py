@@ -99,8 +99,13 @@ class Collector:
     def close(self) -> None:
         """End a collection that is under way: what it logged counts, the rest stays."""
         self._not_before = math.inf
-        if self._process is not None:
-            self._process.terminate()
+        process = self._process
+        if process is not None:
+            process.kill()  # what was stopped, or was started with SIGTERM ignored, ends as well
+        with self._done:
+            self._hopeless_until = math.inf
+            self._rounds += 1
+            self._done.notify_all()
 
     def _ahead(self, cap: int) -> int:
         return max(min(cap // 4, (cap // AHEAD) << self._doublings), 2 * self._wanted)
@@ -121,7 +126,9 @@ class Collector:
         outstanding = standing.taken - standing.used
         room = margin(standing.cap) + outstanding + self._ahead(standing.cap)
         self._tail_bytes = 0
-        words = [sys.executable, "-m", "kvtier.collector", str(self._layout.path)]
+        # -P: the working directory may hold other modules of these names.
+        words = [sys.executable or "python3", "-P", "-m", "kvtier.collector"]
+        words += [str(self._layout.path)]
         words += ["--limit", str(max(0, standing.cap - room))]
         words += ["--grace", str(self._config.grace)]
         words += ["--tails", str(self._config.tails_per_chain)]
@@ -133,7 +140,7 @@ class Collector:
         try:
             process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
         except OSError as error:
-            self._not_before = time.monotonic() + _FRUITLESS_SECONDS
+            self._give_up_for_now()
             self._complaints.add("collector", f"cannot start a collection: {error}")
             return
         self._process = process
@@ -141,30 +148,34 @@ class Collector:
         follow.name = "kvtier-collection"
         follow.start()
 
+    def _give_up_for_now(self) -> None:
+        later = time.monotonic() + _FRUITLESS_SECONDS
+        self._hopeless_until = max(self._hopeless_until, later)
+        self._not_before = max(self._not_before, later)
+
     def _follow(self, process: subprocess.Popen[bytes]) -> None:
         """Wait for a collection's end and say what it did."""
         output, errors = process.communicate()
         self._not_before = max(self._not_before, time.monotonic() + _PAUSE_SECONDS)
         freed, enough = 0, False
         try:
-            result = json.loads(output)
-            freed, enough = result["freed"], result["enough"]
-        except (ValueError, KeyError, TypeError):
-            if process.returncode not in (_BUSY, -signal.SIGTERM):
-                lines = errors.decode(errors="replace").strip().splitlines() or ["no output"]
-                self._complaints.add("collector", f"a collection failed: {lines[-1]}")
-        else:
-            if result["sessions"]:
-                cut, size = result["sessions"], format_size(freed)
-                logger.info("kvtier: %s freed: %d sessions lost their end", size, cut)
+            result = json.loads(output.splitlines()[-1])
+            freed, enough, cut = int(result["freed"]), bool(result["enough"]), result["sessions"]
+            if cut:
+                size = format_size(freed)
+                logger.info("kvtier: %s freed: %d sessions lost their end", size, int(cut))
             if result["fault"]:
                 self._complaints.add("collector", f"a collection {result['fault']}")
+        except (ValueError, LookupError, TypeError):
+            closed = math.isinf(self._not_before)
+            if process.returncode not in (_BUSY, -signal.SIGTERM) and not closed:
+                lines = errors.decode(errors="replace").strip().splitlines() or ["no output"]
+                self._complaints.add("collector", f"a collection failed: {lines[-1]}")
         self._quota.measure()
         with self._done:
             if process.returncode != _BUSY:
-                if not enough and not freed:
-                    self._hopeless_until = time.monotonic() + _FRUITLESS_SECONDS
-                    self._not_before = max(self._not_before, self._hopeless_until)
+                if not enough and freed <= 0:
+                    self._give_up_for_now()
                 self._rounds += 1
                 self._wanted = 0
             self._process = None

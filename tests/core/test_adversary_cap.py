@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from making import KV, contents, fresh_index, get_each, keys, put, settings, store_of
 
+from kvtier.backends.local import disk_usage
 from kvtier.chains import Chains, chains
 from kvtier.collection import collect
 from kvtier.identity import Identity
 from kvtier.index import Index
 from kvtier.layout import Layout
 from kvtier.pages import ROOT, Column, Link
-from kvtier.store import Store
+from kvtier.store import Namespace, Store
 
 MIB = 1 << 20
 SIZE = 64 << 10
 SWA = Column("swa", "tp0")
 IDENTITY = Identity.of({"model": "model", "page_tokens": 256})
+
+
+PATIENCE = 120.0
+CAP = 6 * MIB
+
+
+def _until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def _fill(store: Store, pages: Namespace, name: str) -> None:
+    """Put and commit sessions until the store is at its cap, or refuses them."""
+    for number in range(2 * CAP // (8 * SIZE)):
+        session = keys((name, number), 8)
+        put(pages, session, contents(session, SIZE))
+        assert store.flush(PATIENCE)
 
 
 def _chains(store: Path) -> Chains:
@@ -86,3 +111,70 @@ def test_a_rank_whose_tails_come_late_loses_no_boundary(tmp_path: Path) -> None:
     assert found.depth[found.restorable].max() == 32
     for rank in ranks:
         rank.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["", "[]", "null", "{}", '{"freed": 1, "enough": true}', '{"freed": null, "enough": true}'],
+)
+def test_what_a_collection_prints_ends_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    """The interpreter is replaced by one that answers nonsense, then by the real one."""
+    monkeypatch.setattr("kvtier.collector._FRUITLESS_SECONDS", 0.1)
+    other = tmp_path / "python"
+    other.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    other.chmod(0o755)
+    store = Store.open(settings(tmp_path / "root", limit=CAP, grace=0.0, commit_size=MIB))
+    pages = store.namespace(IDENTITY, KV)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(other))
+        _fill(store, pages, "first")
+        assert store.failures
+    last = keys("last", 8)
+
+    def stored() -> bool:
+        put(pages, last, contents(last, SIZE))
+        return store.flush(PATIENCE) and bool(pages.contains(KV, last).all())
+
+    _until(stored, "no collection made room")
+    assert disk_usage(store.root) <= CAP
+    store.close()
+
+
+@pytest.mark.parametrize("interpreter", ["", None, "/no/such/interpreter"])
+def test_without_an_interpreter_pages_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: str | None
+) -> None:
+    """Nobody waits for a collection that cannot start: put_deadline is longer than the test."""
+    monkeypatch.setattr(sys, "executable", interpreter)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    changes = {"limit": CAP, "grace": 0.0, "commit_size": MIB, "put_deadline": 3600}
+    store = Store.open(settings(tmp_path / "root", **changes))
+    _fill(store, store.namespace(IDENTITY, KV), "any")
+    assert store.failures and disk_usage(store.root) <= CAP
+    store.close()
+
+
+def test_a_stopped_collection_ends_with_the_store(tmp_path: Path) -> None:
+    store = Store.open(settings(tmp_path, limit=CAP, grace=3600.0, commit_size=MIB))
+    pages, collector, number = store.namespace(IDENTITY, KV), store._collector, 0
+    while collector._process is None:
+        session = keys(number := number + 1, 8)
+        put(pages, session, contents(session, SIZE))
+        assert store.flush(PATIENCE)
+    process = collector._process
+    os.kill(process.pid, signal.SIGSTOP)
+    store.close()
+    _until(lambda: process.poll() is not None, "the collection outlives the store")
+
+
+def test_a_collection_imports_nothing_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    store = Store.open(settings(tmp_path / "root", limit=CAP, grace=0.0, commit_size=MIB))
+    _fill(store, store.namespace(IDENTITY, KV), "any")
+    assert not store.failures
+    store.close()
