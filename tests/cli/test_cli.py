@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from making import KV, contents, files, identity, keys, opened, put
 
+from kvtier.deletion import BALLAST_BYTES
 from kvtier.identity import Identity
 from kvtier.pages import Column, Link
 
@@ -125,7 +126,7 @@ def test_inspect_beside_a_running_server(tmp_path: Path) -> None:
 
 def test_gc_brings_a_store_under_its_limit(root: Path) -> None:
     before = json.loads(kvtier("inspect", "--json", root).stdout)["disk_bytes"]
-    limit = before - 15 * SIZE
+    limit = before - BALLAST_BYTES - 15 * SIZE  # so small a limit gives the ballast up first
     dry = json.loads(kvtier("gc", "--limit", str(limit), "--dry-run", "--json", root).stdout)
     assert dry["pages"] > 0 and dry["dry_run"]
     assert json.loads(kvtier("inspect", "--json", root).stdout)["disk_bytes"] == before
@@ -148,7 +149,6 @@ def test_gc_says_when_foreign_files_keep_it_from_the_limit(root: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["gc"], "--limit 1000G"),
         (["gc", "--limit", "10Q"], "unknown unit 'Q'"),
         (["gc", "--limit", "much"], "much"),
         (["gc", "--limit", "-5G"], "-5G"),
