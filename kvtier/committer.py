@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier import telemetry
@@ -43,6 +43,7 @@ _LOOK_SECONDS = 0.25
 """While pages wait for room, what else was queued is looked for so often."""
 
 _Pages = set[bytes]
+_Record = tuple[FrameType, bytes | Callable[[], bytes]]
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Committer:
         self._named: dict[bytes, set[tuple[bytes, Column]]] = defaultdict(set)
         self._changed = threading.Condition()
         self._queue: list[Staged] = []
-        self._records: list[tuple[FrameType, bytes]] = []
+        self._records: list[_Record] = []
         self._pending: dict[tuple[bytes, Column], _Pages] = defaultdict(set)
         self._first_queued = 0.0
         self._oldest = 0.0
@@ -163,8 +164,9 @@ class Committer:
             self._changed.notify_all()
         telemetry.UNCOMMITTED_BYTES.inc(staged.data.size if staged.data else 0)
 
-    def record(self, kind: FrameType, body: bytes) -> None:
-        """Queue a frame that has no payload."""
+    def record(self, kind: FrameType, body: bytes | Callable[[], bytes]) -> None:
+        """Queue a frame that has no payload. A function is asked for the body while the store's
+        lock is held and all that was committed before is read."""
         with self._changed:
             if not self._queue and not self._records:
                 self._first_queued = time.monotonic()
@@ -225,9 +227,7 @@ class Committer:
                 self._settle(batch.pieces)
                 batch = _Batch(self.failures)
 
-    def _next(
-        self, batch: _Batch
-    ) -> tuple[list[Staged], list[tuple[FrameType, bytes]], bool] | None:
+    def _next(self, batch: _Batch) -> tuple[list[Staged], list[_Record], bool] | None:
         """Wait for (pages to write, records, whether the batch is due); None at the end.
 
         Pages are written ahead of their commit as soon as they fill a large write.
@@ -323,7 +323,7 @@ class Committer:
             batch.writers.clear()
             batch.at.clear()
 
-    def _commit(self, batch: _Batch, records: list[tuple[FrameType, bytes]]) -> None:
+    def _commit(self, batch: _Batch, records: list[_Record]) -> None:
         if records:
             self._append(batch, False, [])
         for trailing, writer in list(batch.writers.items()):
@@ -336,10 +336,11 @@ class Committer:
             self._append(batch, False, [])
         with self._layout.lock(shared=True):
             self._index.refresh()
+            frames = [(kind, body if isinstance(body, bytes) else body()) for kind, body in records]
             arrived: dict[tuple[bytes, Column], _Pages] = defaultdict(set)
             for trailing in sorted(batch.writers):
-                self._log(batch, trailing, arrived, records)
-                records = []
+                self._log(batch, trailing, arrived, frames)
+                frames = []
         self._index.refresh()
         self._index.ring()
         telemetry.COMMITS.inc()

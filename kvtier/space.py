@@ -51,7 +51,8 @@ def reclaim(layout: Layout, index: Index) -> int:
             if segment.unreadable:
                 continue  # what it holds is not known now
             extents = live.get(segment.name, np.zeros((0, 2), np.int64))
-            if not segment.live and not len(extents):
+            # Pages without bytes have no extents.
+            if not segment.live and segment.name not in live:
                 _remove(layout, segment, present)
             elif holes:
                 holes = _punch_dead(layout, segment, extents)

@@ -221,8 +221,13 @@ class Store:
         self.flush(self.config.put_deadline)
         self._keeper.catch_up(self.config.put_deadline)
         failures = self.failures
-        ends = [(segment.ident, segment.applied) for segment in self.index.segments()]
-        self._committer.record(FrameType.WIPE, encode_wipe(namespace, ends))
+
+        def body() -> bytes:
+            # Under the store's lock: what is moved to another segment meanwhile goes as well.
+            ends = [(segment.ident, segment.applied) for segment in self.index.segments()]
+            return encode_wipe(namespace, ends)
+
+        self._committer.record(FrameType.WIPE, body)
         logged = self.flush(self.config.put_deadline) and self.failures == failures
         self._keeper.reclaim_at(time.monotonic() + self.config.grace)
         return logged

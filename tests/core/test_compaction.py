@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from making import (
@@ -56,7 +57,7 @@ from kvtier.check import check
 from kvtier.collection import Collected, collect
 from kvtier.compaction import LEAST_BUDGET, Mover, compact
 from kvtier.deletion import bury
-from kvtier.format import column_id
+from kvtier.format import FrameType, column_id
 from kvtier.index import Index
 from kvtier.layout import Layout
 from kvtier.limits import Amount, Limits
@@ -286,6 +287,23 @@ def test_what_is_deleted_while_it_moves_does_not_come_back(root: Path) -> None:
         assert all(len(places) == 1 for places in copies(index).values())
         for chain in LEFT[:30]:
             assert get(namespace, chain[:1], SIZES[KV]) == contents(chain[:1], SIZES[KV], KV)
+
+
+def test_what_is_wiped_while_it_moves_does_not_come_back(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = layout_of(root)
+    with opened(root, **SMALL) as (store, namespace):
+        record = store._committer.record
+
+        def move_first(kind: FrameType, body: Any) -> None:
+            if kind == FrameType.WIPE:
+                _move_all(layout)
+            record(kind, body)
+
+        monkeypatch.setattr(store._committer, "record", move_first)
+        assert namespace.clear()
+        assert copies(fresh_index(layout.path)) == {}
 
 
 def test_segments_of_a_living_writer_stay(root: Path) -> None:

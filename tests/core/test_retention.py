@@ -18,6 +18,7 @@ from kvtier.collection import collect
 from kvtier.deletion import drop_ballast
 from kvtier.index import Index
 from kvtier.pages import Column, Link
+from kvtier.space import reclaim
 from kvtier.store import Namespace, Store
 
 SIZE = 20_000
@@ -300,3 +301,13 @@ def test_what_crashes_leave_is_removed(tmp_path: Path) -> None:
     assert not (folder / ("ab" * 12 + "-0.kvs")).exists()
     assert not scratch.exists() and not (tmp_path / "kvtier" / "index" / ".snapshot.x.tmp").exists()
     assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_pages_without_bytes_stay_when_space_is_given_back(tmp_path: Path) -> None:
+    chain, fact = keys("chain", 5), Column("fact")
+    with opened(tmp_path) as (store, namespace):
+        put(namespace, chain, [b""] * 5, fact)
+        assert store.flush(60)
+    reclaim(store.layout, Index(store.layout))
+    with opened(tmp_path) as (_, namespace):
+        assert get(namespace, chain, 0, fact) == [b""] * 5
