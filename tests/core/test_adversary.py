@@ -248,13 +248,15 @@ def test_the_lock_belongs_to_the_stores_owner_and_is_no_link(
 
     monkeypatch.setattr(os, "stat", owned)
     with layout.lock():
-        assert given == [(layout.path / "lock", 1234, 1235)]
+        assert given == [(layout.path / name, 1234, 1235) for name in ("gate", "lock")]
     monkeypatch.undo()
-    (layout.path / "lock").unlink()
-    (layout.path / "lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError), layout.lock():
-        pass
-    assert not (tmp_path / "elsewhere").exists()
+    for name in ("gate", "lock"):
+        (layout.path / name).unlink()
+        (layout.path / name).symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(OSError), layout.lock():
+            pass
+        assert not (tmp_path / "elsewhere").exists()
+        (layout.path / name).unlink()
 
 
 def test_staging_is_never_full_before_a_commit_is_due(tmp_path: Path) -> None:
