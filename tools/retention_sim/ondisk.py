@@ -14,6 +14,7 @@ import multiprocessing
 import shutil
 import tempfile
 import threading
+import time
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvtier.identity import Identity
 from kvtier.index import Index
 from kvtier.layout import Layout
 from kvtier.pages import ROOT, Column, Link, PageBuffers, PoolPages
+from kvtier.retention import SETTLE_NS
 from kvtier.sizes import format_size
 from kvtier.store import Namespace, Store
 from retention_sim.engine import replay
@@ -63,7 +65,7 @@ class Found:
     stored: int
     """Payload at the end."""
     restorable: int
-    """Payload at the end that some restore can use."""
+    """Payload at the end that some restore can use, or that is younger than a minute."""
     holes: int
     """Pages at the end that lie behind a missing one."""
 
@@ -127,7 +129,9 @@ def run(trace: Trace, root: Path, cap: float, processes: int) -> Found:
     done.set()
     sampling.join()
     found = chains(Index(layout, readonly=True))
-    useful = sum(int(c.bytes[c.useful].sum()) for c in found)
+    # What was written in the last minute counts as restorable: parts of it may still be to come.
+    young = time.time_ns() - SETTLE_NS
+    useful = sum(int(c.bytes[c.useful | (c.used_ns > young)].sum()) for c in found)
     holes = sum(int((c.complete & ~c.reachable).sum()) for c in found)
     stored = sum(int(c.bytes.sum()) for c in found)
     most = max(samples)
