@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core lint bench-quick crash clean setup-core setup-sglang
+.PHONY: help demo test test-core lint bench-quick crash retention-sim clean setup-core setup-sglang
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ bench-quick: setup-sglang ## write, read and lookup speed against SGLang's file 
 
 crash: setup-sglang ## as root: power cuts, torn writes, kills, rot, bad drives; the long form, 45 minutes
 	@cd tools && ../$(BIN)/python -m powercut --form long --output ../build/powercut.json $(ARGS)
+
+retention-sim: setup-core ## agent traffic over full stores: kvtier beside page and segment LRU; minutes
+	@cd tools && ../$(BIN)/python -m retention_sim $(ARGS)
 
 clean: ## remove .venv and what tools left behind
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -106,7 +106,7 @@ def main() -> int:
         options.json.write_text(json.dumps(document, indent=2) + "\n")
     if options.svg:
         rates = {name: [_of(results, name, cap, "hit_rate") for cap in CAPS] for name in STORES}
-        options.svg.write_text(bars([f"{cap:g} working sets" for cap in CAPS], rates))
+        options.svg.write_text(bars([f"cap {cap:g}" for cap in CAPS], rates))
     return 0
 
 

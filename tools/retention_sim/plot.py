@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 WIDTH, HEIGHT = 720, 360
 LEFT, RIGHT, TOP, BOTTOM = 60, 700, 50, 310
 BAR = 46
+TITLE = "tokens restored, of those that a store without a cap restores; caps in working sets"
 COLOURS = ("#2a6f97", "#e09f3e", "#9e9e9e")
 
 
@@ -22,7 +23,7 @@ def bars(groups: Sequence[str], rates: Mapping[str, Sequence[Sequence[float]]]) 
         attrib={"font-family": "sans-serif", "font-size": "13"},
     )
     _shape(svg, "rect", width=WIDTH, height=HEIGHT, fill="white")
-    _text(svg, LEFT, 22, "tokens restored, of those that a store that forgets nothing restores")
+    _text(svg, LEFT, 22, TITLE)
     for percent in range(0, 101, 20):
         y = _y(percent / 100)
         _shape(svg, "line", x1=LEFT, x2=RIGHT, y1=y, y2=y, stroke="#dddddd")
