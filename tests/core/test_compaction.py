@@ -113,10 +113,10 @@ def test_what_is_left_of_sparse_segments_moves_to_few(root: Path) -> None:
         assert len(list(layout.segments.glob("*.kvs"))) <= most_segments(index) + 2
         assert disk_usage(layout.path) <= done.before
         assert state_of(index) == state
-        # The process that was there all along, and one that reads it all.
+        # The process that was there all along, once it has noticed, and one that reads it all.
+        store.index.refresh()
         for chain in LEFT:
             exact(namespace, chain)
-        store.index.refresh()
         assert copies(store.index) == copies(index)
     with opened(root, **SMALL) as (_, namespace):
         for chain in LEFT:
