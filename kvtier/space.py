@@ -7,6 +7,7 @@ import errno
 import os
 import time
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -42,20 +43,22 @@ def reclaim(layout: Layout, index: Index) -> int:
     To be called a grace time after the deletions were logged. Space that a running writer has not
     committed yet is not touched. File systems that cannot punch holes free whole segments only.
     """
+    # Without the lock, since it takes long for many runs: what is gone never comes back, and what
+    # is new lies behind the payload that the manifests name at this moment.
+    index.refresh()
+    segments = [replace(segment) for segment in index.segments() if not segment.unreadable]
+    live = live_extents(index)
+    dead = [s for s in segments if not s.live and s.name not in live]
+    holes = True
+    for segment in segments:
+        if holes and segment not in dead:
+            extents = live.get(segment.name, np.zeros((0, 2), np.int64))
+            holes = _punch_dead(layout, segment, extents)
     with layout.lock():
         index.refresh()
-        live = live_extents(index)
-        holes = True
         present = {segment.ident for segment in index.segments()}
-        for segment in index.segments():
-            if segment.unreadable:
-                continue  # what it holds is not known now
-            extents = live.get(segment.name, np.zeros((0, 2), np.int64))
-            # Pages without bytes have no extents.
-            if not segment.live and segment.name not in live:
-                _remove(layout, segment, present)
-            elif holes:
-                holes = _punch_dead(layout, segment, extents)
+        for segment in dead:
+            _remove(layout, segment, present)
         _remove_orphans(layout, index)
     return disk_usage(layout.path)
 

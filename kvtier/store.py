@@ -152,8 +152,8 @@ class Store:
         self._keeper.log_recency()
         self._stager.close()
         self.closed = True
+        self._committer.close(timeout)  # it may need a collection to find room
         self._collector.close()
-        self._committer.close(timeout)
         self._keeper.close(timeout)
         self._reader.close()
         # Another process whose drive hangs may hold the store's lock for ever.

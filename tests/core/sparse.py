@@ -53,7 +53,8 @@ def put_session(store: Store, namespace: Namespace, name: object) -> list[bytes]
 
 
 def exact(namespace: Namespace, chain: Sequence[bytes]) -> None:
-    """These pages are there, byte for byte."""
+    """These pages are there, byte for byte, once what others did is noticed."""
+    namespace._store.index.refresh()
     for column in (KV, INDEXER, FACT):
         assert get(namespace, chain, SIZES[column], column) == contents(
             chain, SIZES[column], column

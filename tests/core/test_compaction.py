@@ -277,14 +277,15 @@ def test_what_is_deleted_while_it_moves_does_not_come_back(root: Path) -> None:
         [c] = [c for c in chains(index) if c.namespace == identity().id_bytes]
         places = c.pages_of(late)
         assert len(places) == 3 and c.reachable[places].all()
-        assert get(namespace, late, SIZES[KV]) == contents(late, SIZES[KV], KV)
         for chain in LEFT[60:]:
             exact(namespace, chain)
+        assert get(namespace, late, SIZES[KV]) == contents(late, SIZES[KV], KV)
         # What was left where it was, since a neighbour was deleted, moves the next time.
         _move_all(layout)
         reclaim(layout, Index(layout))
         index = fresh_index(layout.path)
         assert all(len(places) == 1 for places in copies(index).values())
+        store.index.refresh()
         for chain in LEFT[:30]:
             assert get(namespace, chain[:1], SIZES[KV]) == contents(chain[:1], SIZES[KV], KV)
 
