@@ -398,6 +398,7 @@ class Catalog:
         number = self._numbers[segment.ident]
         self._late_runs.append(_LateRun(number, offset, data))
         self._late_places[number, offset] = row
+        self._doomed_places = None  # its doom may have been read before it
         self._entries.add(page_prints(run.keys) ^ np.uint64(salt), row)
         for start, pages in self._graves.get((segment.ident, offset), ()):
             self._drop(row, start, pages)
