@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from powercut.workload import Message
+from powercut.workload import Message, delete_nothing_unasked
 
 
 class Child:
@@ -36,6 +36,7 @@ class Child:
             os.close(self._reader)
             os.close(self._reply)
             _die_with_parent()
+            delete_nothing_unasked()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             logging.getLogger("kvtier").addHandler(logging.NullHandler())
             logging.getLogger("kvtier").propagate = False

@@ -73,9 +73,11 @@ _ = numpy.ma  # NumPy loads it at first use: once here, not in every forked proc
 _PATTERN = np.random.default_rng(1).integers(0, 256, 16384, np.uint8)
 
 
-# Pages are deleted where the lab says so and nowhere else: its oracle has to know of each.
-Collector.due = lambda collector: False  # type: ignore[method-assign]
-Collector.wait_for_space = lambda *_: False  # type: ignore[method-assign]
+def delete_nothing_unasked() -> None:
+    """From now on, stores of this process delete pages where the lab says so and nowhere else: its
+    oracle has to know of each."""
+    Collector.due = lambda collector: False  # type: ignore[method-assign]
+    Collector.wait_for_space = lambda *_: False  # type: ignore[method-assign]
 
 
 def settings(root: Path, **changes: Any) -> Config:
