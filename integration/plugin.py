@@ -202,6 +202,22 @@ def _tell_of_chains(
     return original(attachment, *args, **kwargs)
 
 
+def _say_what_does_not_fit(
+    result: tuple[Any, int], controller: Any, operation: Any, hit_tokens: int, **_: Any
+) -> tuple[Any, int]:
+    """SGLang reads as much of a hit as host memory has room for, and says so on no log."""
+    indices, length = result
+    fits = 0 if indices is None else length
+    backend = ours(controller)
+    if backend is not None and fits < hit_tokens:
+        backend.complaints.add(
+            "host memory",
+            f"host memory has room for {fits:,} of {hit_tokens:,} stored tokens of a prompt, the "
+            "rest is computed again: raise --hicache-ratio or --hicache-size.",
+        )
+    return result
+
+
 def _forget_weights(updater: Any, *args: Any, **kwargs: Any) -> None:
     """Weights replaced at run time make other pages under the same identity."""
     from kvtier.integration.storage import weights_replaced
@@ -256,6 +272,12 @@ HOOKS = (
         HookType.AROUND,
         _tell_of_chains,
         ("self", "hicache_storage_pass_prefix_keys", "enable_storage"),
+    ),
+    Hook(
+        f"{_HYBRID}.allocate_storage_hit",
+        HookType.AFTER,
+        _say_what_does_not_fit,
+        ("self", "operation", "hit_tokens"),
     ),
     *(
         Hook(

@@ -40,13 +40,21 @@ def kept(boundaries: Ints, end: int, grid: int, per_chain: int) -> Bools:
 
     `per_chain`: no more than so many are kept, at least 1.
 
-    The chain is cut into cells of the grid times a power of two, each at most 1/`DENSITY` as long
-    as its distance to the end, and the last boundary of each cell is kept. As the chain grows,
+    The newest two are kept: where SGLang computes the end of a prompt again, the same prompt ends
+    one page earlier (integration/patches/replay_boundary.py). Before them the chain is cut into
+    cells of the grid times a power of two, each at most 1/`DENSITY` as long as its distance to the
+    end, and the last boundary of each cell is kept. As the chain grows,
     cells only ever merge, so what is dropped is never missed later. A history that is cut back by
     d pages ends at most max(grid, d / DENSITY) pages behind a kept boundary, as far as there was
     one at every end of a cell of the grid. A `per_chain` that is too small for the chain's length
     lowers the density first.
     """
+    chosen = _last_of_cells(boundaries, end, grid, per_chain)
+    chosen[-2:] = True
+    return _newest(chosen, per_chain)
+
+
+def _last_of_cells(boundaries: Ints, end: int, grid: int, per_chain: int) -> Bools:
     density = _density(end / grid, per_chain)
     cell = (boundaries - 1) // grid
     level = np.zeros(len(cell), np.int64)
@@ -56,15 +64,19 @@ def kept(boundaries: Ints, end: int, grid: int, per_chain: int) -> Bools:
     number = cell >> level
     last: Bools = np.ones(len(cell), np.bool_)
     last[:-1] = (np.diff(number) != 0) | (np.diff(level) != 0)
-    last[np.flatnonzero(last)[:-per_chain]] = False
-    return last
+    return _newest(last, per_chain)
+
+
+def _newest(chosen: Bools, most: int) -> Bools:
+    chosen[np.flatnonzero(chosen)[:-most]] = False
+    return chosen
 
 
 def _density(cells: float, per_chain: int) -> int:
     """Tails per doubling of the distance to the end: as many as `per_chain` allows in all."""
     for density in range(DENSITY, 0, -1):
         doublings = math.log2(max(1.0, cells / (2 * density)))
-        if density * (2 + doublings) + 3 <= per_chain:
+        if density * (2 + doublings) + 4 <= per_chain:
             return density
     return 0
 
@@ -72,13 +84,14 @@ def _density(cells: float, per_chain: int) -> int:
 def written(first: int, pages: int, window: int, grid: int, per_chain: int) -> Bools:
     """Which pages of one put of a trailing pool are worth writing; bool (pages,).
 
-    `first`: pages of the chain before them. Boundaries that this put itself supersedes are left
-    out.
+    `first`: pages of the chain before them. Boundaries in the midst of the put that its later ones
+    supersede are left out.
     """
     if not grid:
         return np.ones(pages, np.bool_)
     boundaries = np.arange(first + 1, first + pages + 1)
+    chosen = _last_of_cells(boundaries, first + pages, grid, per_chain)
     needed = np.zeros(pages, np.bool_)
-    for position in np.flatnonzero(kept(boundaries, first + pages, grid, per_chain)).tolist():
+    for position in np.flatnonzero(chosen).tolist():
         needed[max(0, position + 1 - window) : position + 1] = True
     return needed

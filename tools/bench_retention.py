@@ -71,13 +71,16 @@ def one_session(root: Path, tokens: int) -> dict[str, object]:
     store = Store.open(Config(root=root, min_free=0))
     namespace = store.namespace(Identity.of({"page_tokens": PAGE_TOKENS}), KV)
     chain = [hashlib.sha256(b"%d" % page).digest() for page in range(pages)]
-    for start in range(0, pages, CHUNK):
-        chunk = chain[start : start + CHUNK]
-        tails = chunk[-2:]
-        first = start + len(chunk) - len(tails)
-        before = chain[first - 1] if first else ROOT
-        _put(namespace, SWA, tails, SWA_BYTES, Link(before, first), window=1)
-        _put(namespace, KV, chunk, KV_BYTES, Link(chain[start - 1] if start else ROOT, start))
+    # The last page of a chunk is a node of its own in SGLang's tree (components/swa.py,
+    # _maybe_split_leaf_for_swa_lock); of the node before it only the last page has its window.
+    ends = {*range(CHUNK, pages, CHUNK), pages}
+    start = 0
+    for end in sorted(ends | {end - 1 for end in ends}):
+        before = chain[end - 2] if end > 1 else ROOT
+        _put(namespace, SWA, chain[end - 1 : end], SWA_BYTES, Link(before, end - 1), window=1)
+        link = Link(chain[start - 1] if start else ROOT, start)
+        _put(namespace, KV, chain[start:end], KV_BYTES, link)
+        start = end
     assert store.flush(120)
     [written] = [m.samples[0].value for m in telemetry.WRITTEN_BYTES.collect()]
     _until(lambda: int(namespace.contains(SWA, chain).sum()) <= 45, collector.IDLE_SECONDS + 120)

@@ -15,6 +15,7 @@ from making import KV, contents, fresh_index, get_each, keys, put, settings, sto
 from kvtier.backends.local import disk_usage
 from kvtier.chains import Chains, chains
 from kvtier.collection import collect
+from kvtier.format import ALIGNMENT
 from kvtier.identity import Identity
 from kvtier.index import Index
 from kvtier.layout import Layout
@@ -62,7 +63,7 @@ def test_records_that_are_logged_while_pages_wait_cost_no_page(
     granted, refused = store.quota.reserve, []
 
     def reserve(size: int) -> bool:
-        if size != 16 * SIZE or len(refused) == 3:
+        if size != 16 * SIZE + ALIGNMENT or len(refused) == 3:
             return granted(size)
         refused.append(size)
         store._keeper.log_recency()
@@ -140,6 +141,22 @@ def test_what_a_collection_prints_ends_no_later_one(
     _until(stored, "no collection made room")
     assert disk_usage(store.root) <= CAP
     store.close()
+
+
+def test_many_that_start_at_once_keep_to_a_small_cap(tmp_path: Path) -> None:
+    """Each writes to two segments of its own at first, and these have files beside their pages."""
+    stores = [Store.open(settings(tmp_path, limit=MIB, put_deadline=0.1)) for _ in range(16)]
+    used = []
+    for turn in range(10):
+        for number, store in enumerate(stores):
+            pages, session = store.namespace(IDENTITY, KV), keys((number, turn), 1)
+            put(pages, session, contents(session, 900, "tail"), SWA, window=1)
+            put(pages, session, contents(session, 900))
+            assert store.flush(PATIENCE)
+            used.append(disk_usage(store.root))
+    assert MIB // 2 < max(used) <= MIB
+    for store in stores:
+        store.close()
 
 
 @pytest.mark.parametrize("interpreter", ["", None, "/no/such/interpreter"])

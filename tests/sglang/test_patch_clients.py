@@ -10,8 +10,6 @@ from patching import Chat, applied, serving
 
 from kvtier.integration.patches import clients, documents
 
-pytest.importorskip("deepseek_recipe", reason="SGLang renders DeepSeek's prompts with it")
-
 USER = {"role": "user", "content": "Read it."}
 PDF_TEXT = "The moon is made of basalt."
 
@@ -140,7 +138,6 @@ def test_the_model_reads(patched, name, words) -> None:
 
 @pytest.mark.parametrize("name", ["pdf", "document in a tool's result"])
 def test_the_model_reads_a_pdf_and_the_same_in_every_turn(patched, name) -> None:
-    pytest.importorskip("pypdf", reason="PDF is read with it")
     patched.messages(_with(REFUSED[name]))
     first = patched.prompt_ids
     assert f"[Document: Moon]\nPage 1:\n{PDF_TEXT}" in patched.prompt
@@ -159,7 +156,6 @@ def test_the_model_reads_a_pdf_and_the_same_in_every_turn(patched, name) -> None
     ],
 )
 def test_a_pdf_that_cannot_be_read_is_named_and_no_error(data, reason) -> None:
-    pytest.importorskip("pypdf", reason="PDF is read with it")
     [block] = documents.as_blocks(document(type="base64", data=data))
     assert reason in block["text"]
 

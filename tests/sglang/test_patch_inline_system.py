@@ -9,8 +9,6 @@ import itertools
 import pytest
 from patching import Chat, applied, serving
 
-pytest.importorskip("deepseek_recipe", reason="SGLang renders DeepSeek's prompts with it")
-
 SYSTEM = "You are a coding agent. " * 40
 TURNS = 20
 

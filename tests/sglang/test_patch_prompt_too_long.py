@@ -8,8 +8,6 @@ from sglang.srt.managers.utils import validate_input_length
 
 from kvtier.integration.patches.prompt_too_long import anthropic_words
 
-pytest.importorskip("deepseek_recipe", reason="SGLang renders DeepSeek's prompts with it")
-
 LIMIT = 400
 LONG = [{"role": "user", "content": "word " * 100}]
 SHORT = [{"role": "user", "content": "word"}]

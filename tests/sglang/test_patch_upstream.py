@@ -7,8 +7,6 @@ from __future__ import annotations
 import pytest
 from patching import Chat, serving
 
-pytest.importorskip("deepseek_recipe", reason="SGLang renders DeepSeek's prompts with it")
-
 USER = {"role": "user", "content": "Read it."}
 TOOL = {"name": "read", "input_schema": {"type": "object", "properties": {}}}
 

@@ -96,6 +96,39 @@ def test_the_rest_of_a_prompt_comes_from_the_store(start, stack):
 
 
 @pytest.mark.parametrize("stack", STACKS)
+def test_what_left_gpu_and_host_memory_comes_back_without_a_restart(start, stack):
+    engine = start(stack)
+    turn, tokens = engine.prompt(engine.stack.pages - 2), engine.prompt()
+    for prompt in (turn, tokens):
+        engine.compute(prompt)
+        engine.store(prompt)
+    backed_up = engine.host_pages(tokens)
+    engine.wait_until_seen(engine.page_keys(tokens))
+    engine.evict()
+    for component in engine.cfg.components:
+        engine.cache.evict_host(engine.cfg.kv_size, component)
+    assert engine.matched(tokens) == 0
+
+    assert engine.prefetch(tokens) == len(tokens)
+    assert_same_pages(engine.host_pages(tokens), backed_up, engine.needed(engine.stack.pages))
+
+
+def test_host_memory_without_room_for_a_prompt_is_said(start, caplog):
+    before = start("full")
+    tokens = before.prompt()
+    before.compute(tokens)
+    before.store(tokens)
+    before.close()
+
+    after = start("full")
+    host, room = after.controller.mem_pool_host, 2 * after.cfg.page_size
+    taken = host.alloc(host.available_size() - room)
+    assert after.prefetch(tokens) == room
+    assert f"room for {room:,} of {len(tokens):,} stored tokens" in caplog.text
+    host.free(taken)
+
+
+@pytest.mark.parametrize("stack", STACKS)
 def test_write_back(start, stack):
     """A write_back server backs up on eviction, leaves before their parents."""
     before = start(stack, write_policy="write_back")

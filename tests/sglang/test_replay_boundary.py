@@ -7,6 +7,10 @@ from unittest import mock
 import pytest
 from pools import STACKS, Engine, engines
 
+from kvtier.collection import collect
+from kvtier.index import Index
+from kvtier.layout import Layout
+
 STACK = STACKS["deepseek-v4.1"]
 PAGE = STACK.config.page_size
 WINDOW = STACK.config.sliding_window_size
@@ -19,12 +23,15 @@ def start(tmp_path):
 
 
 def matched_after_restart(start, beyond: int, patched: bool = True) -> int:
-    """Tokens that a prompt of whole pages and `beyond` more need not compute."""
+    """Tokens that a prompt of whole pages and `beyond` more need not compute, after superseded
+    tails were dropped."""
     before = start(STACK)
     pages = before.prompt()
     before.compute(pages)
     before.store(pages)
     before.close()
+    layout = Layout.open(before.root / "kvtier", create=False)
+    collect(layout, Index(layout), 1 << 40, grace=0)
 
     after: Engine = start(STACK)
     after.cache.decoder_swa_bounded_replay = True

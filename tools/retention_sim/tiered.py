@@ -15,7 +15,7 @@ from kvtier.format import Block, Run, column_id
 from kvtier.pages import KEY_BYTES, ROOT, Column
 from kvtier.quota import margin
 from kvtier.retention import Victims, plan
-from kvtier.tails import TAILS_PER_CHAIN, grid_pages, written
+from kvtier.tails import TAILS_PER_CHAIN, grid_pages
 from retention_sim.geometry import PAGE_TOKENS, POOLS, TAIL_BYTES, TAIL_POOL, WINDOW_PAGES
 from retention_sim.stores import TAIL_NUMBER, Contents
 from retention_sim.tiers import Ints
@@ -61,11 +61,8 @@ class Kvtier:
         """See `Store`."""
         now = _ns(time)
         begin = len(pages) - tails
-        there = self.contents.tails(pages[begin:])
-        self._note(pages[begin:][there], now)
-        kept = written(begin, tails, WINDOW_PAGES, _GRID, TAILS_PER_CHAIN)
-        for start, end in _stretches(~there & kept):
-            self._add(pages, begin + start, begin + end, WINDOW_PAGES, now)
+        tails_there = self.contents.tails(pages[begin:])
+        self._note(pages[begin:][tails_there], now)
         there = self.contents.families(pages[first:])
         self._note(pages[first:][there], now)
         before = self.contents.families(pages[:first])
@@ -74,7 +71,10 @@ class Kvtier:
                 self._add(pages, start, end, 0, now)
         elif not there[0] and not before[-1:].all():
             self.refused += int((~there).sum())
-            there[:] = True
+            there[:] = tails_there[:] = True
+        # Each boundary's tail is a put of its own, so all are written at first.
+        for start, end in _stretches(~tails_there):
+            self._add(pages, begin + start, begin + end, WINDOW_PAGES, now)
         for start, end in _stretches(~there):
             self._add(pages, first + start, first + end, 0, now)
         stored = self.contents.stored
