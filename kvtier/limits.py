@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ class Amount:
     def __str__(self) -> str:
         if self.percent is None:
             return exact_size(self.bytes)
-        return f"{str(self.percent).removesuffix('.0')}%"
+        return f"{Decimal(str(self.percent)):f}".removesuffix(".0") + "%"
 
 
 def parse_amount(value: object) -> Amount:

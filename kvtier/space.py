@@ -156,7 +156,7 @@ def _remove_orphans(layout: Layout, index: Index) -> None:
     remove_dead(layout)
     for scratch in layout.index.glob(".*.tmp"):
         scratch.unlink(missing_ok=True)
-    for folder in (layout.path, layout.namespaces, layout.segments):
+    for folder in (layout.path, layout.namespaces, layout.segments, layout.pins):
         for scratch in folder.glob(".*.tmp"):
             with contextlib.suppress(FileNotFoundError):  # it just got its name
                 if time.time() - scratch.stat().st_mtime > _SCRATCH_SECONDS:

@@ -45,7 +45,7 @@ def gc(
     """
     layout = find_store(root)
     size = parse_size(limit) if limit else cap_of(layout, disk_usage(layout.path)).bytes
-    config = settings("grace", "tails_per_chain")
+    config = settings("grace", "tails_per_chain", "segment_size")
     with progress.status(f"reading {layout.path}") as status:
         status.update("waiting for another collection")
         with contextlib.nullcontext() if dry_run else alone(layout, wait=True):
@@ -56,6 +56,7 @@ def gc(
                 size,
                 grace=config.grace,
                 tails_per_chain=config.tails_per_chain,
+                segment_size=config.segment_size,
                 dry_run=dry_run,
                 progress=status.update,
             )

@@ -61,6 +61,11 @@ def test_bad_shares_are_refused(given: str) -> None:
         parse_amount(given)
 
 
+@pytest.mark.parametrize("given", ["80%", "0.5%", "0.00001%", "100%"])
+def test_a_share_is_spelled_as_it_is_given(given: str) -> None:
+    assert str(parse_amount(given)) == given
+
+
 @pytest.mark.parametrize("given", ["", "8x", -1, True, 1.5, None, [], "1000G 80"])
 def test_other_amounts_are_refused_with_both_ways_to_write_them(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"A share of the file system is written 80%\.$"):

@@ -292,14 +292,18 @@ def test_what_crashes_leave_is_removed(tmp_path: Path) -> None:
     [orphan] = list(folder.glob("*.kvs"))[:1]
     shutil.copy(orphan, folder / ("ab" * 12 + "-0.kvs"))
     (folder / "notes.txt").write_text("mine")
-    scratch = folder / ("." + "cd" * 12 + "-0.kvm.tmp")
-    scratch.touch()
-    os.utime(scratch, (1, 1))
+    pins = tmp_path / "kvtier" / "pins"
+    pins.mkdir()
+    scratch = [folder / ("." + "cd" * 12 + "-0.kvm.tmp"), pins / ".pin.1.tmp"]
+    for path in scratch:
+        path.touch()
+        os.utime(path, (1, 1))
     (tmp_path / "kvtier" / "index" / ".snapshot.x.tmp").touch()
     with opened(tmp_path) as (store, namespace):
         collect(store.layout, store.index, disk_usage(store.root) - 1, grace=0.0)
     assert not (folder / ("ab" * 12 + "-0.kvs")).exists()
-    assert not scratch.exists() and not (tmp_path / "kvtier" / "index" / ".snapshot.x.tmp").exists()
+    scratch.append(tmp_path / "kvtier" / "index" / ".snapshot.x.tmp")
+    assert not any(path.exists() for path in scratch)
     assert (folder / "notes.txt").read_text() == "mine"
 
 
