@@ -15,6 +15,7 @@ from kvtier.cli.limit import limit
 from kvtier.cli.patches import patches
 from kvtier.cli.pin import pin, unpin
 from kvtier.cli.plan import plan
+from kvtier.cli.selfcheck import selfcheck
 from kvtier.cli.wipe import wipe
 from kvtier.errors import KvtierError
 
@@ -36,6 +37,7 @@ app.command()(fsck)
 app.command()(patches)
 app.command(context_settings={"allow_extra_args": True})(launch)
 app.command()(plan)
+app.command()(selfcheck)
 
 
 @app.callback(invoke_without_command=True)
