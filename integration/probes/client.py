@@ -46,6 +46,10 @@ class ProbeError(KvtierError):
     """A served model cannot be asked, or its answers say nothing about what was to be seen."""
 
 
+class UnreachableServerError(ProbeError):
+    """Nothing answers, or not to us: no other question will be answered either."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """The greedy answer to a prompt of token ids. Times in seconds."""
@@ -289,10 +293,11 @@ class Client:
         try:
             response = urllib.request.urlopen(request, timeout=timeout)
         except urllib.error.HTTPError as error:
-            raise ProbeError(_refusal(self.url, path, error)) from None
+            kind = UnreachableServerError if error.code in (401, 403) else ProbeError
+            raise kind(_refusal(self.url, path, error)) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise ProbeError(
+            raise UnreachableServerError(
                 f"Nothing answers at {self.url} ({reason}): start the server, or give its address."
             ) from None
         with response:

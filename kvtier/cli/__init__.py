@@ -7,6 +7,7 @@ import sys
 import typer
 
 from kvtier import __version__
+from kvtier.cli.bench import bench
 from kvtier.cli.fsck import fsck
 from kvtier.cli.gc import gc
 from kvtier.cli.inspect import inspect
@@ -16,6 +17,8 @@ from kvtier.cli.patches import patches
 from kvtier.cli.pin import pin, unpin
 from kvtier.cli.plan import plan
 from kvtier.cli.selfcheck import selfcheck
+from kvtier.cli.smoke import smoke
+from kvtier.cli.watch import watch
 from kvtier.cli.wipe import wipe
 from kvtier.errors import KvtierError
 
@@ -37,7 +40,10 @@ app.command()(fsck)
 app.command()(patches)
 app.command(context_settings={"allow_extra_args": True})(launch)
 app.command()(plan)
+app.command()(smoke)
 app.command()(selfcheck)
+app.add_typer(bench, name="bench")
+app.command()(watch)
 
 
 @app.callback(invoke_without_command=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -39,6 +40,8 @@ class Served:
         self.deaf = False
         """Whether the answer depends on the prompt's end only."""
         self.flushes = True
+        self.seconds = 0.0
+        """What a conversation's answer takes."""
         self.missing: set[str] = set()
         """Paths that are not there."""
         self.bodies: list[tuple[str, Any]] = []
@@ -150,6 +153,7 @@ class Served:
 
     def _chat(self, body: dict[str, Any]) -> list[Any]:
         reply = self.chat(body)
+        time.sleep(self.seconds)
         first = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
         calls = [
             {"index": i, "id": call["id"], "function": call["function"]}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import sys
+import time
 from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from served import PAGE, Served
 
 from kvtier.cli import main
-from kvtier.integration.probes import client
+from kvtier.integration.probes import client, smoke
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +120,203 @@ def test_nobody_there(run) -> None:
 def test_no_address(run) -> None:
     status, _, error = run("selfcheck", "127.0.0.1:30000")
     assert status == 2 and "begins with http://" in error
+
+
+CODE = re.compile(r"The code of (\w+) is (\d+)\.")
+
+
+class TestBenchCold:
+    @staticmethod
+    def reader(*, lost: str = "") -> Callable[[dict], dict]:
+        """A model that finds every code but one city's."""
+
+        def chat(body: dict) -> dict:
+            codes = CODE.findall(body["messages"][0]["content"])
+            return {"content": "\n".join(f"{c}: {n}" for c, n in codes if c != lost)}
+
+        return chat
+
+    def test_a_new_prompt_of_that_length_with_all_needles_found(self, served: Served, run) -> None:
+        served.chat = self.reader()
+        status, text, _ = run("bench", "cold", served.url, "--tokens", "20000", "--json")
+        assert status == 0
+        found = json.loads(text)
+        assert found["cached_tokens"] == 0
+        assert found["prompt_tokens"] == pytest.approx(20_000, rel=0.02)
+        assert [needle["found"] for needle in found["needles"]] == [True] * 5
+        paths = [path for path, _ in served.bodies]
+        assert paths.index("/flush_cache") < paths.index("/v1/chat/completions")
+
+        [prompt] = [body for path, body in served.bodies if path == "/v1/chat/completions"]
+        text = prompt["messages"][0]["content"]
+        for needle in found["needles"]:
+            place = text.index(f"The code of {needle['city']} is {needle['code']}.")
+            assert place / len(text) == pytest.approx(needle["depth"], abs=0.02)
+
+    def test_no_two_prompts_begin_alike(self, served: Served, run) -> None:
+        for _ in range(2):
+            run("bench", "cold", served.url, "--tokens", "300", "--needles", "0")
+        chats = [body for path, body in served.bodies if path == "/v1/chat/completions"]
+        first, second = (body["messages"][0]["content"] for body in chats)
+        assert first[:20] != second[:20]
+
+    def test_a_lost_needle_is_named(self, served: Served, run) -> None:
+        served.chat = self.reader(lost="Oslo")
+        status, text, _ = run("bench", "cold", served.url, "--tokens", "2000")
+        assert status == 1
+        assert "needles: 4 of 5 found; Oslo at 50% missed" in text
+
+    def test_cached_tokens_are_said(self, served: Served, run) -> None:
+        served.chat = self.reader()
+        served.cached_from_start = 192
+        status, text, _ = run("bench", "cold", served.url, "--tokens", "2000")
+        assert status == 1 and "192 of them from a cache" in text
+
+    def test_a_server_without_a_cache_report(self, served: Served, run) -> None:
+        served.cache_report = False
+        status, _, error = run("bench", "cold", served.url, "--tokens", "2000")
+        assert status == 2 and "--enable-cache-report" in error
+
+    def test_the_least_free_memory_while_it_ran(self, served: Served, run, cards) -> None:
+        served.chat = self.reader()
+        served.seconds = 0.5
+        status, text, _ = run("bench", "cold", served.url, "--tokens", "2000", "--json")
+        [first, second] = json.loads(text)["cards"]
+        assert status == 0
+        assert (first["least_free"], second["least_free"]) == (3 * 2**30, 7 * 2**30)
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cards; the first has less and less free memory, but 3 GiB at least, and then more."""
+    samples = [iter(()), iter(())]
+
+    def memory(number: int) -> SimpleNamespace:
+        free = next(samples[number], (9 if number == 0 else 7) * 2**30)
+        return SimpleNamespace(total=80 * 2**30, free=free)
+
+    def init() -> None:
+        samples[0] = iter([gib * 2**30 for gib in (8, 5, 3, 4)])
+
+    nvml = ModuleType("pynvml")
+    nvml.NVMLError = OSError
+    nvml.nvmlInit, nvml.nvmlShutdown = init, lambda: None
+    nvml.nvmlDeviceGetCount = lambda: 2
+    nvml.nvmlDeviceGetHandleByIndex = lambda number: number
+    nvml.nvmlDeviceGetName = lambda number: "NVIDIA Test"
+    nvml.nvmlDeviceGetMemoryInfo = memory
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+
+
+class TestWatch:
+    def test_the_least_of_all_samples(self, run, cards) -> None:
+        status, text, _ = run("watch", "0.6")
+        assert status == 0
+        assert "0 NVIDIA Test 85.9 GB 3.22 GB" in text and "1 NVIDIA Test 85.9 GB 7.52 GB" in text
+
+    def test_ctrl_c_shows_them(self, run, cards, monkeypatch) -> None:
+        def interrupt(_: float) -> None:
+            raise KeyboardInterrupt
+
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=interrupt)
+        monkeypatch.setattr(sys.modules["kvtier.cli.watch"], "time", clock)
+        status, text, _ = run("watch", "--json")
+        assert status == 0 and [card["number"] for card in json.loads(text)] == [0, 1]
+
+    def test_no_cards(self, run, cards, monkeypatch) -> None:
+        def fail() -> None:
+            raise OSError("Driver Not Loaded")
+
+        monkeypatch.setattr(sys.modules["pynvml"], "nvmlInit", fail)
+        status, _, error = run("watch", "0.1")
+        assert status == 2 and "no NVIDIA card to watch here (Driver Not Loaded)" in error
+
+    def test_no_library(self, run, monkeypatch) -> None:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+        status, _, error = run("watch", "0.1")
+        assert status == 2 and "pip install nvidia-ml-py" in error
+
+
+class TestSmoke:
+    @staticmethod
+    def right(body: dict) -> dict:
+        """A model that does all it is asked."""
+        last = body["messages"][-1]
+        said = str(last["content"])
+        if last["role"] == "tool":
+            return {"content": f"There are {json.loads(said)['count']:,} in stock."}
+        if "tools" in body:
+            item = said.split('"')[1]
+            function = {"name": "count_stock", "arguments": json.dumps({"item": item})}
+            return {"content": None, "tool_calls": [{"id": "call_1", "function": function}]}
+        if "response_format" in body:
+            return {"content": json.dumps(smoke.PERSON)}
+        if "image_url" in said:
+            return {"content": "Red."}
+        return {"content": dict(smoke.TURNS).get(said, "391")}
+
+    def test_all_right(self, served: Served, run) -> None:
+        served.chat = self.right
+        status, text, _ = run("smoke", served.url, "--image")
+        assert status == 0
+        assert text.count("ok ") == 5 and "failed" not in text
+        chats = [body for path, body in served.bodies if path == "/v1/chat/completions"]
+        assert sum(1 for body in chats if "tools" in body) == 24
+        # The conversation grows: its last question comes after three questions and answers.
+        assert max(len(body["messages"]) for body in chats) == 7
+
+    @pytest.mark.parametrize(
+        ("name", "wrong", "said"),
+        [
+            ("17 * 23", {"content": "392"}, "arithmetic (0.0 s): expected 391, got 392"),
+            ("as JSON", {"content": '{"name": "Anna"}'}, '"city": "Oslo"}, got {"name": "Anna"}'),
+            ("as JSON", {"content": "Anna"}, "got Anna"),
+            (
+                "hammers",
+                {"content": "31 [/stock]"},
+                "--tool-call-parser) in round trip 8, got 31 [",
+            ),
+            ('"count": 402', {"content": "Many."}, "expected 402 in round trip 12, got Many."),
+            ("Add 3", {"content": "4821"}, "expected 4820 in turn 2, got 4821"),
+        ],
+    )
+    def test_what_is_wrong_is_said(self, served: Served, run, name, wrong, said) -> None:
+        def chat(body: dict) -> dict:
+            return wrong if name in str(body["messages"][-1]["content"]) else self.right(body)
+
+        served.chat = chat
+        status, text, _ = run("smoke", served.url)
+        assert status == 1
+        assert text.count("ok ") == 3 and text.count("failed ") == 1
+        assert said in text
+
+    def test_a_call_of_another_item(self, served: Served, run) -> None:
+        def chat(body: dict) -> dict:
+            reply = self.right(body)
+            for call in reply.get("tool_calls", ()):
+                call["function"]["arguments"] = '{"item": "pears"}'
+            return reply
+
+        served.chat = chat
+        status, text, _ = run("smoke", served.url, "--json")
+        [failed] = [check for check in json.loads(text) if not check["ok"]]
+        assert status == 1
+        assert failed["got"] == 'count_stock({"item": "pears"})'
+
+    def test_a_refusal_fails_its_check(self, served: Served, run) -> None:
+        served.chat = self.right
+        served.missing = {"/v1/chat/completions"}
+        status, text, _ = run("smoke", served.url)
+        assert status == 1 and text.count("failed ") == 4
+
+    def test_a_missing_key_ends_it(self, served: Served, run) -> None:
+        served.key = "secret"
+        status, text, error = run("smoke", served.url)
+        assert (status, text) == (2, "") and "SGLANG_API_KEY" in error
+
+
+def test_the_image_is_a_png_of_red_pixels() -> None:
+    image = pytest.importorskip("PIL.Image")
+    shown = image.open(io.BytesIO(smoke.red_square(32)))
+    assert (shown.format, shown.size) == ("PNG", (32, 32))
+    assert shown.convert("RGB").getcolors() == [(1024, (255, 0, 0))]

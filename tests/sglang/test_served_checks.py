@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from kvtier_test_platform.server import ADMIN_KEY, PAGE_SIZE, Server
+from kvtier_test_platform.server import ADMIN_KEY, PAGE_SIZE, Server, cacheable_tokens
 from servers import MODELS, kvtier_server
 
 TOKENS = 640
@@ -85,12 +85,16 @@ def altered(port: int) -> Iterator[str]:
         proxy.server_close()
 
 
+def url(server: Server) -> str:
+    return f"http://127.0.0.1:{server.port}"
+
+
 def _other(digit: re.Match[bytes]) -> bytes:
     return b"%d" % ((int(digit[0]) + 5) % 10)
 
 
 def test_what_is_restored_is_what_was_computed(server: Server) -> None:
-    status, found = kvtier("selfcheck", f"http://127.0.0.1:{server.port}", "--tokens", str(TOKENS))
+    status, found = kvtier("selfcheck", url(server), "--tokens", str(TOKENS))
     assert status == 0 and found["same"]
     for prompt in found["prompts"]:
         assert prompt["difference_to_device"] == 0
@@ -101,7 +105,26 @@ def test_what_is_restored_is_what_was_computed(server: Server) -> None:
 
 
 def test_a_last_digit_that_differs_is_seen(server: Server) -> None:
-    with altered(server.port) as url:
-        status, found = kvtier("selfcheck", url, "--tokens", str(TOKENS))
+    with altered(server.port) as address:
+        status, found = kvtier("selfcheck", address, "--tokens", str(TOKENS))
     assert (status, found["same"]) == (1, False)
-    assert all(0 < prompt["difference_to_device"] < 1e-13 for prompt in found["prompts"])
+    assert all(0 < prompt["difference_to_device"] < 1e-9 for prompt in found["prompts"])
+
+
+def test_a_long_prompt_is_cold_and_one_that_is_not_is_found_out(server: Server) -> None:
+    words = ("bench", "cold", url(server), "--tokens", "600", "--needles", "0")
+    status, found = kvtier(*words)
+    assert (status, found["cached_tokens"]) == (0, 0)
+    assert found["prompt_tokens"] == pytest.approx(600, rel=0.05)
+    assert found["first_token_seconds"] > 0 and found["output_tokens"] > 0
+
+    # This model's tokenizer knows none of the words, so that another prompt has the same tokens.
+    status, again = kvtier(*words)
+    assert (status, again["cached_tokens"]) == (1, cacheable_tokens(again["prompt_tokens"]))
+
+
+def test_a_model_of_random_weights_is_found_out(server: Server) -> None:
+    status, checks = kvtier("smoke", url(server))
+    assert status == 1
+    assert not any(check["ok"] for check in checks)
+    assert checks[0]["expected"] == "391" and checks[0]["got"].startswith("<")
