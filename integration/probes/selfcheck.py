@@ -112,9 +112,9 @@ def check(client: Client, tokens: int, tolerance: float, progress: Progress) -> 
         progress(f"prompt {number} of {PROMPTS}: from the store")
         results.append(Result(*answers, require_restored(one.ask(client), one)))
     progress("a prompt with another beginning")
-    control = difference(_changed(passages[0], info).ask(client), before[0][0])
-    report = Report(tuple(results), tolerance, control)
-    _require_sense(report)
+    moved = control(client, passages[0], info, before[0][0])
+    report = Report(tuple(results), tolerance, moved)
+    require_sense(report)
     return report
 
 
@@ -169,13 +169,14 @@ def difference(one: Answer, other: Answer) -> float:
     return max(found) if any(found) or same == len(output) else math.inf
 
 
-def _changed(one: Passage, info: dict[str, Any]) -> Passage:
-    """The same with another first page."""
+def control(client: Client, passage: Passage, info: dict[str, Any], computed: Answer) -> float:
+    """How far another first page moves the log probabilities: what a wrong page would do."""
     page = int(info["page_size"])
-    return Passage((*reversed(one.tokens[:page]), *one.tokens[page:]), one.prefix)
+    tokens = (*reversed(passage.tokens[:page]), *passage.tokens[page:])
+    return difference(Passage(tokens, passage.prefix).ask(client), computed)
 
 
-def _require_sense(report: Report) -> None:
+def require_sense(report: Report) -> None:
     """ProbeError if equal log probabilities would mean nothing, or cannot be expected."""
     if report.control <= report.tolerance:
         raise ProbeError(

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from typing import Annotated, Any
 
 import typer
 
 from kvtier.cli.common import AsJson, count, out, progress
+from kvtier.cli.selfcheck import document, verdict
 from kvtier.cli.served import DEFAULT_URL, AdminKey, Key, Url
 from kvtier.cli.watch import table
+from kvtier.errors import ConfigError
 from kvtier.integration.probes.client import Client
-from kvtier.integration.probes.cold import CITIES, Cold, measure
+from kvtier.integration.probes.cold import CITIES, Cold
+from kvtier.integration.probes.cold import measure as measure_cold
+from kvtier.integration.probes.restore import Restore
+from kvtier.integration.probes.restore import measure as measure_restore
+from kvtier.sizes import format_size
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 
@@ -47,13 +54,84 @@ def cold(
     """
     client = Client(url, key, admin_key)
     with progress.status("asking the server") as status:
-        found = measure(client, tokens, needles, status.update)
+        found = measure_cold(client, tokens, needles, status.update)
     if as_json:
         print(json.dumps(_cold_document(found), indent=2))
     else:
         _show_cold(found)
     if not found.sound:
         raise typer.Exit(1)
+
+
+@bench.command(context_settings={"allow_extra_args": True})
+def restore(
+    context: typer.Context,
+    *,
+    url: Annotated[str, typer.Option(metavar="URL", help="Where it will answer.")] = DEFAULT_URL,
+    tokens: Annotated[int, typer.Option(min=256, help="Length of the session, about.")] = 20000,
+    tolerance: Annotated[
+        float,
+        typer.Option(min=0, help="Largest difference of a log probability; 0: to the last bit."),
+    ] = 0.0,
+    key: Key = "",
+    as_json: AsJson = False,
+) -> None:
+    """Start a server, fill it, kill -9 it, start it again: how soon is a session back, and is it
+    the same?
+
+    What follows `--` starts the server and stays in the foreground. The page cache of the store's
+    and of the model's files is dropped between the two lives, as far as they are on this machine.
+    The server is stopped at the end. Exit status 1 if what was restored is not what was computed.
+
+    Examples:
+
+    * `kvtier bench restore -- kvtier launch generic --model /models/llama`
+    * `kvtier bench restore --tokens 777000 -- kvtier launch h200-4x --model /models/DeepSeek-V4.1`
+    """
+    if not context.args:
+        raise ConfigError(
+            "Say how to start the server: kvtier bench restore -- kvtier launch generic --model "
+            "PATH."
+        )
+    client = Client(url, key)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server goes with this command
+    with progress.status("") as status:
+        found = measure_restore(client, context.args, tokens, tolerance, status.update)
+    if as_json:
+        print(json.dumps(_restore_document(found), indent=2))
+    else:
+        _show_restore(found)
+    if not found.report.same:
+        raise typer.Exit(1)
+
+
+def _show_restore(found: Restore) -> None:
+    result = found.result
+    session, restored = count(result.restored.prompt_tokens), count(result.restored.storage)
+    say(f"server: ready after {found.first_start:.1f} s, {found.second_start:.1f} s after kill -9")
+    dropped = f"dropped for {count(found.forgotten)} files of the store and the model"
+    say(f"page cache: {dropped if found.forgotten else 'not dropped, the files are not here'}")
+    say(f"session: {session} tokens, {_coloured(True, f'{restored} from the store')}")
+    say(f"first token, computed: {result.computed.first_token:.2f} s")
+    say(f"first token, from the device's cache: {result.held.first_token:.2f} s")
+    parts = f"{format_size(int(found.read_bytes))} read"
+    if result.restored.storage_wait:
+        parts += f", waited {result.restored.storage_wait:.2f} s for the store"
+    if found.load_back:
+        parts += f", {found.load_back:.3f} s to the device"
+    say(f"first token, restored: {result.restored.first_token:.2f} s ({parts})")
+    say(verdict(found.report))
+
+
+def _restore_document(found: Restore) -> dict[str, Any]:
+    return {
+        "start_seconds": found.first_start,
+        "start_after_kill_seconds": found.second_start,
+        "page_cache_dropped_files": found.forgotten,
+        "read_bytes": found.read_bytes,
+        "load_back_seconds": found.load_back,
+        **document(found.report),
+    }
 
 
 def _show_cold(found: Cold) -> None:

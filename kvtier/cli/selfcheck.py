@@ -48,7 +48,7 @@ def selfcheck(
     with progress.status("asking the server") as status:
         report = check(client, tokens, tolerance, status.update)
     if as_json:
-        print(json.dumps(_document(report), indent=2))
+        print(json.dumps(document(report), indent=2))
     else:
         _show(report)
     if not report.same:
@@ -70,23 +70,29 @@ def _show(report: Report) -> None:
         )
     out.print("Differences of log probabilities, restored from the store:", highlight=False)
     out.print(table, highlight=False)
+    out.print(verdict(report), highlight=False)
+
+
+def verdict(report: Report) -> str:
+    """One sentence, marked up."""
     exactly = f"within {report.tolerance:g}" if report.tolerance else "to the last bit"
-    if report.same:
-        scored = sum(len(r.held.prompt_logprobs) + len(r.held.logprobs) for r in report.results)
-        out.print(
-            f"[green]The same:[/] {scored} log probabilities are those of the device's cache "
-            f"{exactly}. Another beginning moves them by {report.control:g}.",
-            highlight=False,
-        )
-    else:
-        out.print(
+    if not report.same:
+        return (
             f"[red]Different:[/] what came from the store is not {exactly} what the device's cache "
-            "held: detach the store, and keep it for a report.",
-            highlight=False,
+            "held: detach the store, and keep it for a report."
         )
+    scored = sum(len(r.held.prompt_logprobs) + len(r.held.logprobs) for r in report.results)
+    moved = f"moves them by {report.control:g}"
+    if math.isinf(report.control):
+        moved = "gives another first token"
+    return (
+        f"[green]The same:[/] {scored} log probabilities are those of the device's cache, "
+        f"{exactly}. Another beginning {moved}."
+    )
 
 
-def _document(report: Report) -> dict[str, Any]:
+def document(report: Report) -> dict[str, Any]:
+    """For JSON."""
     return {
         "same": report.same,
         "tolerance": report.tolerance,

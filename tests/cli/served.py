@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 PAGE = 64
@@ -17,9 +22,13 @@ Reply = dict[str, Any]
 
 
 class Served:
-    """A server on a free port while the block runs. `chat` answers conversations."""
+    """A server while the block runs, on a free port unless one is given. `chat` answers
+    conversations."""
 
-    def __init__(self, chat: Callable[[dict[str, Any]], Reply] | None = None) -> None:
+    def __init__(
+        self, chat: Callable[[dict[str, Any]], Reply] | None = None, port: int = 0
+    ) -> None:
+        self.port = port
         self.chat = chat or (lambda body: {"content": "I don't know."})
         self.backend: str | None = "kvtier"
         self.longest_prompt = 10**6
@@ -44,10 +53,12 @@ class Served:
         """What a conversation's answer takes."""
         self.missing: set[str] = set()
         """Paths that are not there."""
+        self.on_store: Callable[[], object] = lambda: None
+        """Called when a prompt was stored."""
         self.bodies: list[tuple[str, Any]] = []
         self.url = ""
         self._device: set[tuple[int, ...]] = set()
-        self._store: set[tuple[int, ...]] = set()
+        self.store: set[tuple[int, ...]] = set()
         self._answers = 0
 
     def __enter__(self) -> Served:
@@ -64,7 +75,7 @@ class Served:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -125,11 +136,12 @@ class Served:
         ids = tuple(body["input_ids"])
         start = body["logprob_start_len"]
         whole = start // PAGE * PAGE
-        source = "device" if ids in self._device else "storage" if ids in self._store else ""
+        source = "device" if ids in self._device else "storage" if ids in self.store else ""
         cached = int(whole * self.stored) if source == "storage" else whole if source else 0
         self._device.add(ids)
-        self._store.add(ids)
+        self.store.add(ids)
         self._answers += 1
+        self.on_store()
         seed = hashlib.sha256(repr(ids[-3:] if self.deaf else ids).encode()).digest()
         shift = self.noise * self._answers + (self.wrong if source == "storage" else 0.0)
         output = [[-byte / 7 - shift, byte, None] for byte in seed[:8]]
@@ -170,3 +182,33 @@ class Served:
             {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
             {"choices": [], "usage": usage},
         ]
+
+
+def serve_until_killed(port: int, file: Path, wrong: float) -> None:
+    """A server with a store and a child process, which outlive it unless all are killed. The file
+    holds what it stored, the process ids of all its lives' children, and how often it was ended by
+    SIGTERM."""
+    known = {"store": [], "children": [], "ended": 0}
+    known |= json.loads(file.read_text()) if file.exists() else {}
+    known["children"].append(subprocess.Popen(["sleep", "1000"]).pid)
+
+    def save() -> None:
+        known["store"] = [list(ids) for ids in served.store]
+        file.write_text(json.dumps(known))
+
+    def end(*_: object) -> None:
+        known["ended"] += 1
+        save()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    with Served(port=port) as served:
+        served.wrong = wrong
+        served.store = {tuple(ids) for ids in known["store"]}
+        served.on_store = save
+        save()
+        signal.pause()
+
+
+if __name__ == "__main__":
+    serve_until_killed(int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))

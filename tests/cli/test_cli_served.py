@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from served import PAGE, Served
 
 from kvtier.cli import main
 from kvtier.integration.probes import client, smoke
+from kvtier.integration.probes.restore import forget
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +187,75 @@ class TestBenchCold:
         [first, second] = json.loads(text)["cards"]
         assert status == 0
         assert (first["least_free"], second["least_free"]) == (3 * 2**30, 7 * 2**30)
+
+
+class TestBenchRestore:
+    @pytest.fixture
+    def port(self) -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+
+    @pytest.fixture
+    def bench(self, run, port: int) -> Callable[..., tuple[int, str, str]]:
+        """Run the command on the server that the words after -- start."""
+
+        def bench(*command: str, options: tuple[str, ...] = ()) -> tuple[int, str, str]:
+            url = f"http://127.0.0.1:{port}"
+            words = ("bench", "restore", "--url", url, "--tokens", "640", *options)
+            return run(*words, "--", *command)
+
+        return bench
+
+    @staticmethod
+    def server(port: int, file: Path, wrong: float = 0.0) -> tuple[str, ...]:
+        program = Path(__file__).parent / "served.py"
+        return (sys.executable, str(program), str(port), str(file), str(wrong))
+
+    @staticmethod
+    def runs(pid: int) -> bool:
+        stat = Path(f"/proc/{pid}/stat")
+        return stat.exists() and ") Z " not in stat.read_text()
+
+    def test_a_session_over_kill_9(self, bench, port: int, tmp_path: Path) -> None:
+        file = tmp_path / "known"
+        status, text, _ = bench(*self.server(port, file), options=("--json",))
+        found = json.loads(text)
+        assert (status, found["same"]) == (0, True)
+        assert found["prompts"][0]["restored"]["storage"] == 640
+        assert found["start_seconds"] > 0 and found["start_after_kill_seconds"] > 0
+        known = json.loads(file.read_text())
+        # Two lives; only the second one ended in order, and no process of them is left.
+        assert (len(known["children"]), known["ended"]) == (2, 1)
+        assert not any(map(self.runs, known["children"]))
+
+    def test_what_is_not_the_same_is_said(self, bench, port: int, tmp_path: Path) -> None:
+        status, text, _ = bench(*self.server(port, tmp_path / "known", 1e-12))
+        assert status == 1
+        assert "640 from the store" in text and "Different:" in text
+
+    def test_a_server_that_runs_already_is_left_alone(self, bench, run, served: Served) -> None:
+        status, _, error = run("bench", "restore", "--url", served.url, "--", "false")
+        assert status == 2 and "answers at" in error and "already" in error
+
+    def test_a_server_that_does_not_start(self, bench) -> None:
+        status, _, error = bench("sh", "-c", "echo no such model; exit 3")
+        assert status == 2 and "ended while starting; it said last: no such model" in error
+        Path(error.rpartition(" ")[2].rstrip(").")).unlink()
+
+    def test_no_such_command(self, bench) -> None:
+        status, _, error = bench("/no/such/program")
+        assert status == 2 and "/no/such/program cannot be run" in error
+
+    def test_no_command(self, run) -> None:
+        status, _, error = run("bench", "restore")
+        assert status == 2 and "Say how to start the server" in error
+
+    def test_the_page_cache_of_a_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "inner").mkdir()
+        (tmp_path / "inner" / "file").write_bytes(b"x" * 4096)
+        assert forget(tmp_path) == 1
+        assert forget(tmp_path / "none") == 0
 
 
 @pytest.fixture
