@@ -38,16 +38,15 @@ def delete(
     index: Index,
     victims: Sequence[Victims],
     *,
-    since: tuple[int, int],
+    mark: int,
     wait: Callable[[], None],
 ) -> list[Victims]:
-    """Doom, wait, and log as gone what nobody has used or built on since the victims were chosen;
-    the victims that are gone. The index shows it at the end.
+    """Doom, wait, and log as gone what nobody has used or built on as far as was not known when the
+    victims were chosen; the victims that are gone. The index shows it at the end.
 
-    `since`: the index's mark and the time in ns before it was read to choose. OSError if the store
-    cannot be written; nothing is lost then.
+    `mark`: the index's before it was read to choose. OSError if the store cannot be written;
+    nothing is lost then.
     """
-    mark, since_ns = since
     with _log(layout) as log:
         if index.health().live_writers:
             log(FrameType.DOOM, _all_graves(victims))
@@ -57,9 +56,7 @@ def delete(
             index.refresh(alone=True)
             parents, gone = index.parents_since(mark), []
             for v in victims:
-                uses = index.uses(v.chains.namespace).items()
-                used = parents | {key for key, when in uses if when >= since_ns}
-                gone.append(_without_used(v, used))
+                gone.append(_without_used(v, parents, index.uses(v.chains.namespace)))
             log(FrameType.TOMBSTONE, _all_graves(gone))
     index.refresh()
     index.ring()
@@ -119,13 +116,18 @@ def _all_graves(victims: Sequence[Victims]) -> list[Grave]:
     return [grave for v in victims for grave in graves(v.chains, v.parts)]
 
 
-def _without_used(v: Victims, used: set[bytes]) -> Victims:
-    """Without the pages of these keys and what is before them, and without the tails at exactly
-    such pages."""
+def _without_used(v: Victims, parents: set[bytes], uses: dict[bytes, int]) -> Victims:
+    """Without the pages of these parents or of uses that the victims' chains don't know, and what
+    is before them, and without the tails at exactly such pages."""
     c = v.chains
 
+    def is_used(page: int) -> bool:
+        # A use may be logged long after it was made: whether it is news counts, not when it was.
+        key = c.keys[page].tobytes()
+        return key in parents or uses.get(key, 0) > int(c.used_ns[page])
+
     def in_use(pages: Ints) -> Bools:
-        return np.array([c.keys[page].tobytes() in used for page in pages.tolist()], np.bool_)
+        return np.array([is_used(page) for page in pages.tolist()], np.bool_)
 
     spared = c.above(v.pages[in_use(v.pages)])
     return Victims(c, v.pages[~spared[v.pages]], v.tails[~in_use(c.parts[v.tails])])

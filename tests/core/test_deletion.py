@@ -31,11 +31,11 @@ CHAIN = keys("chain", 20)
 def _delete(store: Store, pages: slice, wait: Callable[[], None]) -> list[Victims]:
     """As another process would: with an index of its own. `pages`: of the chain, by depth."""
     index = Index(store.layout)
-    since = index.mark(), time.time_ns()
+    mark = index.mark()
     [found] = chains(index)
     order = np.argsort(found.depth)
     victims = Victims(found, order[pages], np.zeros(0, np.int64))
-    return delete(store.layout, index, [victims], since=since, wait=wait)
+    return delete(store.layout, index, [victims], mark=mark, wait=wait)
 
 
 def test_doomed_pages_can_be_read_and_nobody_starts_to_count_on_them(tmp_path: Path) -> None:
@@ -92,6 +92,26 @@ def test_who_restores_from_doomed_pages_keeps_them(tmp_path: Path) -> None:
         [gone] = _delete(store, slice(12, 20), meanwhile)
         assert len(gone.pages) == 3
         assert get(namespace, CHAIN[:17], SIZE) == contents(CHAIN[:17], SIZE)
+
+
+def test_what_was_restored_before_the_choice_and_is_logged_after_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as (store, namespace):
+        log_recency = store._keeper.log_recency
+        monkeypatch.setattr(store._keeper, "log_recency", lambda: None)
+        put(namespace, CHAIN, contents(CHAIN, SIZE))
+        assert store.flush(60)
+        assert get(namespace, CHAIN[:16], SIZE) == contents(CHAIN[:16], SIZE)
+
+        def meanwhile() -> None:
+            log_recency()
+            assert store.flush(60)
+
+        [gone] = _delete(store, slice(12, 20), meanwhile)
+        assert len(gone.pages) == 4
+        [gone] = _delete(store, slice(12, 16), lambda: None)
+        assert len(gone.pages) == 4, "it is no news to the next"
 
 
 def test_a_page_put_again_while_it_is_doomed_is_written_again(tmp_path: Path) -> None:
@@ -193,10 +213,10 @@ def life_on_a_full_disk(root: Path, *, ballast: bool) -> str:
     before = os.statvfs(root).f_bavail
     try:
         index = Index(layout)
-        since = index.mark(), time.time_ns()
+        mark = index.mark()
         [found] = chains(index)
         all_pages = Victims(found, np.arange(len(found)), np.zeros(0, np.int64))
-        delete(layout, index, [all_pages], since=since, wait=lambda: None)
+        delete(layout, index, [all_pages], mark=mark, wait=lambda: None)
         collect(layout, index, 0, grace=0.0)
     except OSError as error:
         return f"{before} {error.strerror}"
