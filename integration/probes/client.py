@@ -185,6 +185,8 @@ class Client:
         for event in self._events("/generate", body):
             first = first or time.perf_counter() - began
             last = event
+        if "meta_info" not in last:
+            raise ProbeError(f"{self.url}/generate ended without an answer: see the server's log.")
         try:
             meta = last["meta_info"]
             details = meta.get("cached_tokens_details") or {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvtier.integration.probes.client import Client, ProbeError, UnreachableServerError
 
-MAX_TOKENS = 2048
+MAX_TOKENS = 1024
 """Of an answer: enough for a model that reasons although it is asked not to."""
 
 STOCK = {

@@ -51,6 +51,8 @@ class Served:
         self.flushes = True
         self.seconds = 0.0
         """What a conversation's answer takes."""
+        self.dies = False
+        """Whether its answers end before they begin."""
         self.missing: set[str] = set()
         """Paths that are not there."""
         self.on_store: Callable[[], object] = lambda: None
@@ -105,7 +107,7 @@ class Served:
                 self._device.clear()
             self._send(request, 200, "Cache flushed.\n")
         elif path == "/generate":
-            self._send(request, 200, self._events([self._generate(body)]))
+            self._send(request, 200, self._events([] if self.dies else [self._generate(body)]))
         elif path == "/v1/chat/completions":
             self._send(request, 200, self._events(self._chat(body)))
         else:

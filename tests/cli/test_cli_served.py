@@ -88,6 +88,7 @@ class TestSelfcheck:
             ("metrics", "up 1.0\n", "--enable-metrics"),
             ("missing", {"/metrics"}, "--enable-metrics"),
             ("missing", {"/server_info"}, "has no /server_info"),
+            ("dies", True, "/generate ended without an answer: see the server's log"),
             ("key", "secret", "SGLANG_API_KEY"),
             ("admin_key", "secret", "--admin-api-key"),
             ("backend", None, "The server's storage is off"),
