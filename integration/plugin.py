@@ -203,13 +203,20 @@ def _tell_of_chains(
 
 
 def _say_what_does_not_fit(
-    result: tuple[Any, int], controller: Any, operation: Any, hit_tokens: int, **_: Any
+    result: tuple[Any, int],
+    controller: Any,
+    operation: Any,
+    hit_tokens: int,
+    *,
+    allow_partial: bool,
+    **_: Any,
 ) -> tuple[Any, int]:
-    """SGLang reads as much of a hit as host memory has room for, and says so on no log."""
+    """SGLang reads as much of a hit as host memory has room for, and says so on no log. Without
+    `allow_partial` it tries again later instead."""
     indices, length = result
     fits = 0 if indices is None else length
     backend = ours(controller)
-    if backend is not None and fits < hit_tokens:
+    if backend is not None and allow_partial and fits < hit_tokens:
         backend.complaints.add(
             "host memory",
             f"host memory has room for {fits:,} of {hit_tokens:,} stored tokens of a prompt, the "
@@ -277,7 +284,7 @@ HOOKS = (
         f"{_HYBRID}.allocate_storage_hit",
         HookType.AFTER,
         _say_what_does_not_fit,
-        ("self", "operation", "hit_tokens"),
+        ("self", "operation", "hit_tokens", "allow_partial"),
     ),
     *(
         Hook(

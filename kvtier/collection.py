@@ -100,13 +100,13 @@ def collect(
     result.after = reclaim(layout, index)
     for _ in range(_ROUNDS):
         progress("choosing pages")
-        mark = index.mark()
+        since = index.mark(), time.time_ns()
         victims, found = _choose(layout, index, result.after - limit, tails_per_chain)
         result.leaves = result.leaves or _leaves(found)
         if not victims:
             break
         progress(f"deleting; readers of running servers have {grace:g} s")
-        gone = delete(layout, index, victims, mark=mark, wait=lambda: time.sleep(grace))
+        gone = delete(layout, index, victims, since=since, wait=lambda: time.sleep(grace))
         result.count(gone)
         progress("freeing space")
         result.after = reclaim(layout, index)

@@ -112,8 +112,6 @@ class Committer:
         self._queue: list[Staged] = []
         self._records: list[_Record] = []
         self._pending: dict[tuple[bytes, Column], _Pages] = defaultdict(set)
-        self._refused: dict[tuple[bytes, bytes], Column] = {}
-        """(namespace, page) to its anchor: pages refused after their tails were queued."""
         self._first_queued = 0.0
         self._oldest = 0.0
         """When the oldest page that is not durable was queued."""
@@ -166,12 +164,6 @@ class Committer:
             self._pending[staged.namespace, staged.column].update(staged.keys)
             self._changed.notify_all()
         telemetry.UNCOMMITTED_BYTES.inc(staged.data.size if staged.data else 0)
-
-    def refuse_tails(self, namespace: bytes, anchor: Column, keys: Iterable[bytes]) -> None:
-        """These pages were refused: tails of theirs that wait are not committed either, unless
-        the pages come after all."""
-        with self._changed:
-            self._refused.update(((namespace, key), anchor) for key in keys)
 
     def record(self, kind: FrameType, body: bytes | Callable[[], bytes]) -> None:
         """Queue a frame that has no payload. A function is asked for the body while the store's
@@ -278,9 +270,6 @@ class Committer:
         with self._changed:
             for piece in batch:
                 self._pending[piece.namespace, piece.column].difference_update(piece.keys)
-            if self._refused:
-                queued = {(p.namespace, key) for p in self._queue if p.window for key in p.keys}
-                self._refused = {page: self._refused[page] for page in queued & set(self._refused)}
             self._busy = False
             self._oldest = self._first_queued
             self._changed.notify_all()
@@ -319,7 +308,6 @@ class Committer:
             too_large = self._quota.headroom() < size
             self._commit_records(batch)
             if late or not (too_large and self._collector.wait_for_space(size, _LOOK_SECONDS)):
-                self._lose(pieces)
                 reason = OSError(errno.EDQUOT, self._quota.reason)
                 self._complain(reason, sum(len(piece.keys) for piece in pieces))
                 return False
@@ -369,13 +357,12 @@ class Committer:
     ) -> None:
         writer, reachable = batch.writers[trailing], []
         for piece, offset in batch.at[trailing]:
-            if self._reachable(piece, arrived) and not (trailing and self._orphan(piece, arrived)):
+            if self._reachable(piece, arrived):
                 arrived[piece.namespace, piece.column].update(piece.keys)
                 reachable.append((piece, offset))
             else:
-                # Its parent or its page failed, was refused or deleted: nobody could ever find it.
+                # Its parent failed, or was deleted meanwhile: nobody could ever find it.
                 telemetry.PUT_PAGES.labels("no_parent").inc(len(piece.keys))
-                self._lose([piece])
         frames = self._column_frames(writer, reachable)
         frames += [(FrameType.RUN, encode_run(run)) for run in _runs(reachable)]
         frames += records
@@ -400,15 +387,6 @@ class Committer:
         return bool(
             self._index.contains(piece.namespace, column_id(anchor), parent, doomed=True)[0]
         )
-
-    def _orphan(self, tail: Staged, arrived: dict[tuple[bytes, Column], _Pages]) -> bool:
-        """Whether the page of a tail was refused, and is neither stored now nor about to be."""
-        namespace, key = tail.namespace, tail.keys[-1]
-        anchor = self._refused.get((namespace, key))
-        if anchor is None or key in arrived[namespace, anchor]:
-            return False
-        known = self._index.contains(namespace, column_id(anchor), key, doomed=True)[0]
-        return not (known or self.pending(namespace, anchor, [key])[0])
 
     def _segment(self, trailing: bool) -> SegmentWriter:
         writer = self._open.get(trailing)
@@ -443,16 +421,10 @@ class Committer:
         failed sync the kernel may have dropped its pages, so nothing more is appended there."""
         batch.writers.pop(trailing, None)
         lost = batch.at.pop(trailing, [])
-        self._lose([piece for piece, _ in lost])
         writer = self._open.pop(trailing, None)
         if writer is not None:
             writer.abandon()
         self._complain(error, sum(len(piece.keys) for piece, _ in lost))
-
-    def _lose(self, pieces: Sequence[Staged]) -> None:
-        for piece in pieces:
-            if piece.anchor is not None:  # then its column is the anchor
-                self.refuse_tails(piece.namespace, piece.column, piece.keys)
 
     def _complain(self, error: OSError, pages: int) -> None:
         self.failures += 1

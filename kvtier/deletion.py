@@ -38,15 +38,16 @@ def delete(
     index: Index,
     victims: Sequence[Victims],
     *,
-    mark: int,
+    since: tuple[int, int],
     wait: Callable[[], None],
 ) -> list[Victims]:
     """Doom, wait, and log as gone what nobody has used or built on as far as was not known when the
     victims were chosen; the victims that are gone. The index shows it at the end.
 
-    `mark`: the index's before it was read to choose. OSError if the store cannot be written;
-    nothing is lost then.
+    `since`: the index's mark and the time in ns before it was read to choose. OSError if the store
+    cannot be written; nothing is lost then.
     """
+    mark, since_ns = since
     with _log(layout) as log:
         if index.health().live_writers:
             log(FrameType.DOOM, _all_graves(victims))
@@ -56,7 +57,8 @@ def delete(
             index.refresh(alone=True)
             parents, gone = index.parents_since(mark), []
             for v in victims:
-                gone.append(_without_used(v, parents, index.uses(v.chains.namespace)))
+                uses = index.uses(v.chains.namespace)
+                gone.append(_without_used(v, parents, uses, since_ns))
             log(FrameType.TOMBSTONE, _all_graves(gone))
     index.refresh()
     index.ring()
@@ -116,15 +118,18 @@ def _all_graves(victims: Sequence[Victims]) -> list[Grave]:
     return [grave for v in victims for grave in graves(v.chains, v.parts)]
 
 
-def _without_used(v: Victims, parents: set[bytes], uses: dict[bytes, int]) -> Victims:
-    """Without the pages of these parents or of uses that the victims' chains don't know, and what
+def _without_used(
+    v: Victims, parents: set[bytes], uses: dict[bytes, int], since_ns: int
+) -> Victims:
+    """Without the pages of these parents and of uses that are new to the victims' chains, and what
     is before them, and without the tails at exactly such pages."""
     c = v.chains
 
     def is_used(page: int) -> bool:
-        # A use may be logged long after it was made: whether it is news counts, not when it was.
+        # A use may be logged long after it was made, and clocks are set back.
         key = c.keys[page].tobytes()
-        return key in parents or uses.get(key, 0) > int(c.used_ns[page])
+        when = uses.get(key, 0)
+        return key in parents or when >= since_ns or when > int(c.used_ns[page])
 
     def in_use(pages: Ints) -> Bools:
         return np.array([is_used(page) for page in pages.tolist()], np.bool_)

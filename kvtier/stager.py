@@ -90,9 +90,6 @@ class Stager:
                 return answer
             if not answer[0] and not self._parent_known(offer):
                 outcome = "no_parent"
-                if offer.pages.column == offer.anchor:
-                    refused = itertools.compress(keys, (~answer).tolist())
-                    self._committer.refuse_tails(offer.namespace, offer.anchor, refused)
             elif not self._breaker.allows():
                 outcome = "stopped"
             else:

@@ -20,7 +20,7 @@ prefill chunk of long-context servers."""
 
 
 TAILS_PER_CHAIN = 40
-"""Default of the setting: enough for a density of 4 up to 2.5 million tokens."""
+"""Default of the setting: enough for a density of 4 up to 2^20 tokens."""
 
 DENSITY = 4
 """A history that is cut back loses at most one part in so many of its distance to the end."""
@@ -55,12 +55,12 @@ def kept(boundaries: Ints, end: int, grid: int, per_chain: int) -> Bools:
 
 
 def _last_of_cells(boundaries: Ints, end: int, grid: int, per_chain: int) -> Bools:
-    density = _density(end / grid, per_chain)
+    share = density(end / grid, per_chain)
     cell = (boundaries - 1) // grid
     level = np.zeros(len(cell), np.int64)
     for k in range(1, max(1, end // grid).bit_length()):
         cell_end = ((cell >> k) + 1 << k) * grid
-        level[end - cell_end >= max(1, density << k) * grid] = k
+        level[end - cell_end >= max(1, share << k) * grid] = k
     number = cell >> level
     last: Bools = np.ones(len(cell), np.bool_)
     last[:-1] = (np.diff(number) != 0) | (np.diff(level) != 0)
@@ -72,12 +72,14 @@ def _newest(chosen: Bools, most: int) -> Bools:
     return chosen
 
 
-def _density(cells: float, per_chain: int) -> int:
-    """Tails per doubling of the distance to the end: as many as `per_chain` allows in all."""
-    for density in range(DENSITY, 0, -1):
-        doublings = math.log2(max(1.0, cells / (2 * density)))
-        if density * (2 + doublings) + 4 <= per_chain:
-            return density
+def density(cells: float, per_chain: int) -> int:
+    """Of a chain of so many cells of the grid: one part in how many of its distance to the end a
+    cut loses at most; 0 if `per_chain` bounds nothing. One more is kept per doubling of the
+    distance, since cells begin at multiples of their size."""
+    for share in range(DENSITY, 0, -1):
+        doublings = math.log2(max(1.0, cells / (2 * share)))
+        if (share + 1) * (2 + doublings) <= per_chain:
+            return share
     return 0
 
 

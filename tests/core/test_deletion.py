@@ -31,11 +31,11 @@ CHAIN = keys("chain", 20)
 def _delete(store: Store, pages: slice, wait: Callable[[], None]) -> list[Victims]:
     """As another process would: with an index of its own. `pages`: of the chain, by depth."""
     index = Index(store.layout)
-    mark = index.mark()
+    since = index.mark(), time.time_ns()
     [found] = chains(index)
     order = np.argsort(found.depth)
     victims = Victims(found, order[pages], np.zeros(0, np.int64))
-    return delete(store.layout, index, [victims], mark=mark, wait=wait)
+    return delete(store.layout, index, [victims], since=since, wait=wait)
 
 
 def test_doomed_pages_can_be_read_and_nobody_starts_to_count_on_them(tmp_path: Path) -> None:
@@ -213,10 +213,10 @@ def life_on_a_full_disk(root: Path, *, ballast: bool) -> str:
     before = os.statvfs(root).f_bavail
     try:
         index = Index(layout)
-        mark = index.mark()
+        since = index.mark(), time.time_ns()
         [found] = chains(index)
         all_pages = Victims(found, np.arange(len(found)), np.zeros(0, np.int64))
-        delete(layout, index, [all_pages], mark=mark, wait=lambda: None)
+        delete(layout, index, [all_pages], since=since, wait=lambda: None)
         collect(layout, index, 0, grace=0.0)
     except OSError as error:
         return f"{before} {error.strerror}"

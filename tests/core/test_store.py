@@ -339,28 +339,6 @@ def test_a_page_nobody_could_reach_is_refused(tmp_path: Path) -> None:
         assert get(namespace, chain, SIZE) == parts
 
 
-@pytest.mark.parametrize("parent_comes", [False, True])
-def test_a_tail_whose_page_is_refused_is_not_kept(tmp_path: Path, parent_comes: bool) -> None:
-    """SGLang offers a tail before its page: it waits already when the page is refused."""
-    chain = keys("session", 2)
-    swa, late = Column("swa", "tp0"), Link(chain[0], 1)
-    with opened(tmp_path, commit_interval=60.0) as (store, _):
-        pages = store.namespace(Identity.of({"model": "anchored"}), KV)
-        put(pages, chain[1:], contents(chain[1:], 900, "tail"), swa, late, window=1)
-        assert not put(pages, chain[1:], contents(chain[1:], SIZE), link=late).any()
-        if parent_comes:
-            assert put(pages, chain[:1], contents(chain[:1], SIZE)).all()
-            assert put(pages, chain[1:], contents(chain[1:], SIZE), link=late).all()
-        assert store.flush(60)
-        for column in (KV, swa):
-            assert pages.contains(column, chain[1:]).tolist() == [parent_comes]
-        # It is no lasting verdict.
-        put(pages, chain[1:], contents(chain[1:], 900, "tail"), swa, late, window=1)
-        assert put(pages, chain, contents(chain, SIZE)).all()
-        assert store.flush(60)
-        assert pages.contains(swa, chain[1:]).all()
-
-
 def test_calls_after_close_answer_no(tmp_path: Path) -> None:
     chain = keys("late", 4)
     with opened(tmp_path) as (store, namespace):

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.entries import Ints
-from kvtier.tails import TAILS_PER_CHAIN, grid_pages, kept, written
+from kvtier.tails import (
+    DENSITY,
+    GRID_TOKENS,
+    TAILS_PER_CHAIN,
+    density,
+    grid_pages,
+    kept,
+    written,
+)
 
 GRID = 8
 PAGE_BYTES, TAIL_BYTES = 417_920, 6_439_680
@@ -39,6 +47,21 @@ def test_bytes_and_loss_of_long_sessions(tokens: int, most: int, share: float) -
     assert len(kept_at) * TAIL_BYTES / (pages * PAGE_BYTES) <= share
     cut = np.arange(1, pages + 1)
     assert (_loss(kept_at, cut) <= np.maximum(GRID, (pages - cut) / 4)).all()
+
+
+@given(st.integers(1, 20_000), st.integers(1, 60), st.sampled_from([2, GRID]))
+def test_a_cut_loses_no_more_than_the_density_says(pages: int, per_chain: int, step: int) -> None:
+    """However many boundaries are offered: at each other page, or where HiCache does."""
+    at = _offered(pages) if step == GRID else np.unique([*range(1, pages, step), pages])
+    at = at[at > 0]
+    kept_at = at[kept(at, pages, GRID, per_chain)]
+    if share := density(pages / GRID, per_chain):
+        cut = np.arange(1, pages + 1)
+        assert (_loss(kept_at, cut) <= np.maximum(GRID, (pages - cut) / share)).all()
+
+
+def test_the_default_has_the_full_density_for_a_million_tokens() -> None:
+    assert density((1 << 20) / GRID_TOKENS, TAILS_PER_CHAIN) == DENSITY
 
 
 @given(

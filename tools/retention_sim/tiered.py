@@ -61,8 +61,11 @@ class Kvtier:
         """See `Store`."""
         now = _ns(time)
         begin = len(pages) - tails
-        tails_there = self.contents.tails(pages[begin:])
-        self._note(pages[begin:][tails_there], now)
+        there = self.contents.tails(pages[begin:])
+        self._note(pages[begin:][there], now)
+        # Each boundary's tail is a put of its own, so all are written at first.
+        for start, end in _stretches(~there):
+            self._add(pages, begin + start, begin + end, WINDOW_PAGES, now)
         there = self.contents.families(pages[first:])
         self._note(pages[first:][there], now)
         before = self.contents.families(pages[:first])
@@ -71,10 +74,7 @@ class Kvtier:
                 self._add(pages, start, end, 0, now)
         elif not there[0] and not before[-1:].all():
             self.refused += int((~there).sum())
-            there[:] = tails_there[:] = True
-        # Each boundary's tail is a put of its own, so all are written at first.
-        for start, end in _stretches(~tails_there):
-            self._add(pages, begin + start, begin + end, WINDOW_PAGES, now)
+            there[:] = True
         for start, end in _stretches(~there):
             self._add(pages, first + start, first + end, 0, now)
         stored = self.contents.stored
