@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import stat
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -21,9 +23,10 @@ def pinned(layout: Layout) -> Pins:
     if layout.pins.is_dir():
         for path in layout.pins.iterdir():
             match = _NAME.fullmatch(path.name)
-            if match and path.is_file() and not path.is_symlink():
-                namespace, key = bytes.fromhex(match[1]), bytes.fromhex(match[2])
-                found[namespace][key] = path.lstat().st_mtime_ns
+            with contextlib.suppress(FileNotFoundError):  # just unpinned
+                if match and stat.S_ISREG((status := path.lstat()).st_mode):
+                    namespace, key = bytes.fromhex(match[1]), bytes.fromhex(match[2])
+                    found[namespace][key] = status.st_mtime_ns
     return dict(found)
 
 

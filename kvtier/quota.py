@@ -322,7 +322,7 @@ class Quota:
         begun = time.monotonic()
         try:
             free = Space.of(self._layout.path).free
-            used = _walk(self._layout)
+            used = disk_usage(self._layout.path)
             # The lesser: what came or went during the walk is in one of the two.
             free = min(free, Space.of(self._layout.path).free)
         except OSError as error:
@@ -345,15 +345,6 @@ class Quota:
                     account.reserved, account.base = self._others, self._base
             except Busy:
                 pass
-
-
-def _walk(layout: Layout) -> int:
-    for _ in range(3):
-        try:
-            return disk_usage(layout.path)
-        except FileNotFoundError:
-            continue  # a directory went while it was walked
-    return disk_usage(layout.path)
 
 
 _quotas: weakref.WeakSet[Quota] = weakref.WeakSet()

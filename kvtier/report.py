@@ -118,8 +118,11 @@ def foreign_files(layout: Layout) -> list[str]:
 def _ours(folder: Path, place: str, name: str) -> bool:
     if name.startswith(".") and name.endswith(".tmp"):
         return True
-    if not stat.S_ISREG((folder / name).lstat().st_mode):
-        return False
+    try:
+        if not stat.S_ISREG((folder / name).lstat().st_mode):
+            return False
+    except FileNotFoundError:
+        return True  # a running collection has removed it
     stem, _, ending = name.rpartition(".")
     return {
         ".": name in (SUPERBLOCK, LOCK, GATE, LIMITS),

@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 from making import contents, files, get, keys, opened, put, settings, store_of
 
+from kvtier.backends.local import disk_usage
 from kvtier.errors import StoreError
 from kvtier.format import FORMAT_VERSION
 from kvtier.layout import Layout, segment_id, segment_name, segment_name_of
+from kvtier.pins import pin, pinned
+from kvtier.report import foreign_files
 from kvtier.store import Store
 
 NOBODY = 65534
@@ -292,3 +295,27 @@ def test_segment_names_are_ids_and_back() -> None:
         assert segment_id(name) is None
     assert segment_id("000102030405060708090A0B-1") is None
     assert segment_id("000102030405060708090a0b-1\n") is None
+
+
+def test_what_goes_while_somebody_looks_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection, a compaction or a person removes files beside inspect, gc and fsck."""
+    layout = Layout.open(tmp_path / "store", create=True)
+    pin(layout, bytes(16), bytes(32))
+    (layout.path / "folder").mkdir()
+    (layout.segments / f"{'ab' * 12}-0.kvs").touch()
+    going = {*layout.pins.iterdir(), *layout.segments.iterdir(), layout.path / "folder"}
+    assert len(going) == 3 and len(pinned(layout)) == 1 and foreign_files(layout) == []
+    lstat, gone = Path.lstat, set()
+
+    def goes(path: Path) -> os.stat_result:
+        if path in going - gone:
+            gone.add(path)
+            path.rmdir() if path.is_dir() else path.unlink()
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", goes)
+    assert disk_usage(layout.path) > 0
+    assert foreign_files(layout) == [] and pinned(layout) == {}
+    assert gone == going
