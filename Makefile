@@ -8,7 +8,7 @@ export PYTHON
 .PHONY: help demo test test-core lint bench-quick crash retention-sim clean setup-core setup-sglang
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: setup-sglang ## real SGLang: a long prompt, kill -9, a restart, and the prompt's cache is back
 	@$(BIN)/python tools/demo.py

@@ -109,7 +109,7 @@ def demonstrate(store: Path) -> bool:
             server.stop()
 
     console.print(result(cold, warm))
-    console.print("[bold]kvtier inspect[/bold] says:")
+    console.print("[bold]kvtier inspect[/bold] says (the store goes with this demonstration):")
     subprocess.run([Path(sys.executable).parent / "kvtier", "inspect", store], check=True)
 
     missing = cacheable_tokens(len(PROMPT)) - warm.storage

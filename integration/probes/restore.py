@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -37,6 +38,8 @@ STOP_TIMEOUT = 120.0
 
 GONE_TIMEOUT = 60.0
 """Seconds for killed processes to be gone."""
+
+_ERROR = re.compile(r"(error|kvtier|\w*Error): ")
 
 WARM_UP_TOKENS = 1024
 """Of a prompt that is sent first: what a process does once is not the session's time."""
@@ -157,9 +160,14 @@ class Child:
             time.sleep(0.05)
 
     def _last_words(self) -> str:
-        lines = self.log.read_text(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
-        return f"it said last: {last[:300]} (all of it is in {self.log})"
+        """The last error of its log, or else its last line."""
+        text = self.log.read_text(errors="replace")
+        lines = [line.strip() for line in text.split("\n") if line.strip()]
+        if not lines:
+            self.log.unlink()
+            return "it said nothing: run the command by itself."
+        errors = [line for line in lines if _ERROR.match(line)]
+        return f"it said last: {(errors or lines)[-1][:300]} (all of it is in {self.log})"
 
 
 def measure(

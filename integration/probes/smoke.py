@@ -81,6 +81,8 @@ def checks(client: Client, image: bool) -> Iterator[Check]:
         except UnreachableServerError:
             raise
         except ProbeError as error:
+            if run is _arithmetic:  # what refuses the plainest question tells nothing of answers
+                raise
             ok, expected, got = False, "an answer", str(error)
         yield Check(name, ok, expected, got, time.perf_counter() - began)
 

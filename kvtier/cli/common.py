@@ -54,10 +54,15 @@ def find_session(found: list[Chains], key: str) -> tuple[Chains, int]:
     ]
     if len(hits) != 1:
         raise StoreError(
-            f"{len(hits)} sessions have a key that begins with {key!r}: "
-            "take one from the table of `kvtier inspect`, with more digits."
+            f"{none_or(len(hits))} sessions have a key that begins with {key!r}: "
+            f"take one from the table of `kvtier inspect`{', with more digits' if hits else ''}."
         )
     return hits[0]
+
+
+def none_or(number: int) -> str:
+    """A number at the beginning of a sentence."""
+    return str(number) if number else "No"
 
 
 def find_store(root: Path | None) -> Layout:

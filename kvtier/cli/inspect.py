@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from kvtier.chains import Session
-from kvtier.cli.common import AsJson, Root, age, count, find_store, out, progress, stamp
+from kvtier.cli.common import AsJson, Root, age, count, find_store, none_or, out, progress, stamp
 from kvtier.errors import StoreError
 from kvtier.identity import diff, stored_identity
 from kvtier.index import Index
@@ -59,13 +59,15 @@ def _show_store(found: StoreReport) -> None:
     out.print(f"[bold]{found.path}[/]  store {found.store_id[:8]}", highlight=False)
     out.print(
         f"{format_size(found.disk)} on disk, {format_size(found.free)} free; "
-        f"{count(found.health.segments)} segments, {found.health.live_writers} running writers",
+        f"{count(found.health.segments)} segments, {count(found.health.live_writers)} running "
+        f"{'writer' if found.health.live_writers == 1 else 'writers'}",
         highlight=False,
     )
     for line in _health_lines(found):
         out.print(line, highlight=False)
     if not found.namespaces:
-        out.print("No pages yet: start a server with --hicache-storage-backend kvtier.")
+        more = "" if found.processes else ": start a server with --hicache-storage-backend kvtier"
+        out.print(f"No pages yet{more}.")
     for namespace in found.namespaces:
         _show_namespace(namespace)
 
@@ -151,7 +153,7 @@ def _show_session(found: StoreReport, wanted: str, *, as_json: bool) -> None:
     ]
     if len(hits) != 1:
         raise StoreError(
-            f"{len(hits)} sessions have a key that begins with {wanted!r}: "
+            f"{none_or(len(hits))} sessions have a key that begins with {wanted!r}: "
             "take one from the table of `kvtier inspect`, with more digits."
         )
     namespace, session = hits[0]

@@ -144,7 +144,7 @@ def _show(layout: Layout, document: dict[str, object]) -> None:
         ("min_free", size("min_free_bytes") + share["min_free"], document["min_free_from"]),
         ("free", size("file_system_free_bytes"), f"of {size('file_system_bytes')}"),
         ("daily_writes", size("daily_writes_bytes"), document["daily_writes_from"]),
-        ("written today", size("written_today_bytes"), "UTC"),
+        ("written today", size("written_today_bytes"), "UTC, or reserved by servers for it"),
     )
     table = Table(title=str(layout.path), title_justify="left", show_header=False, box=None)
     for row in rows:

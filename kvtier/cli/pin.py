@@ -9,7 +9,17 @@ import typer
 
 from kvtier.backends.local import disk_usage
 from kvtier.chains import Chains, chains
-from kvtier.cli.common import AsJson, Root, cap_of, count, find_session, find_store, out, progress
+from kvtier.cli.common import (
+    AsJson,
+    Root,
+    cap_of,
+    count,
+    find_session,
+    find_store,
+    none_or,
+    out,
+    progress,
+)
 from kvtier.errors import StoreError
 from kvtier.index import Index
 from kvtier.pins import Pins, pinned
@@ -72,7 +82,8 @@ def unpin(key: Key, root: Root = None, as_json: AsJson = False) -> None:
     ]
     if len(hits) != 1:
         raise StoreError(
-            f"{len(hits)} pins have a key that begins with {key!r}: `kvtier inspect` shows them."
+            f"{none_or(len(hits))} pins have a key that begins with {key!r}: "
+            "`kvtier inspect` shows them."
         )
     take_pin(layout, *hits[0])
     if as_json:

@@ -16,10 +16,13 @@ from kvtier.sizes import format_size, parse_size
 if TYPE_CHECKING:
     from kvtier.integration.launcher.plan import Plan
 
+SLOWEST = 1_000_000
+"""Bytes a second below which a rate is a slip of the pen."""
+
 
 def plan(
     name: Annotated[str, typer.Argument(metavar="PROFILE", help="A name of launch --list.")],
-    slots: Annotated[int, typer.Option(min=0, help="Instead of the profile's.")] = 0,
+    slots: Annotated[int | None, typer.Option(min=1, help="Instead of the profile's.")] = None,
     drive: Annotated[
         str, typer.Option(metavar="RATE", help="What the store's drive reads in a second.")
     ] = "5G",
@@ -40,6 +43,9 @@ def plan(
     from kvtier.integration.launcher.command import fits
     from kvtier.integration.launcher.plan import plan as planned
 
+    rate = parse_size(drive.removesuffix("/s"))
+    if rate < SLOWEST:
+        raise ConfigError(f"--drive {drive} is no drive's rate: give bytes a second, such as 5G.")
     profile = profiles.load(name)
     if profile.model is None:
         raise ConfigError(
@@ -48,18 +54,18 @@ def plan(
         )
     here = machine.read()
     cards = [card.gib for card in here.cards] if fits(profile, here) else profile.gib
-    found = planned(profile, cards, slots or None, parse_size(drive))
+    found = planned(profile, cards, slots, rate)
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2))
     else:
         out.print(f"{profile.name}: {profile.summary}", highlight=False)
         out.print(profile.state, highlight=False)
-        _show(found, drive)
+        _show(found, rate)
     if not found.row.fits:
         raise typer.Exit(1)
 
 
-def _show(found: Plan, drive: str) -> None:
+def _show(found: Plan, rate: int) -> None:
     cards = Table("card", "memory", "experts", "weights", "pool", "free", box=None)
     for number, gib in enumerate(found.cards):
         known = bool(found.weights)
@@ -102,7 +108,7 @@ def _show(found: Plan, drive: str) -> None:
     out.print()
     out.print(sessions, highlight=False)
     out.print(
-        f"Restore: {ranks} ranks read the session at {drive}B/s and copy it to their cards; the "
-        "time to compute the first token comes on top.",
+        f"Restore: {ranks} ranks read the session at {format_size(rate)}/s and copy it to their "
+        "cards; the time to compute the first token comes on top.",
         highlight=False,
     )

@@ -12,7 +12,17 @@ import typer
 
 from kvtier.backends.local import disk_usage
 from kvtier.chains import Chains, chains
-from kvtier.cli.common import AsJson, Root, count, find_session, find_store, out, progress, settings
+from kvtier.cli.common import (
+    AsJson,
+    Root,
+    count,
+    find_session,
+    find_store,
+    none_or,
+    out,
+    progress,
+    settings,
+)
 from kvtier.deletion import forget
 from kvtier.errors import StoreError
 from kvtier.index import Index
@@ -51,7 +61,7 @@ def wipe(
     * `kvtier wipe --all --dry-run`
     """
     if (bool(session) + bool(namespace) + everything) != 1:
-        raise StoreError("Say what to forget: --session KEY, --namespace ID or --all.")
+        raise StoreError("Say what to forget: one of --session KEY, --namespace ID and --all.")
     layout = find_store(root)
 
     def choose(found: list[Chains]) -> Sequence[Victims]:
@@ -64,7 +74,12 @@ def wipe(
     pages, size = sum(len(v.pages) for v in victims), sum(v.bytes for v in victims)
     if not (dry_run or yes):
         question = f"Forget {count(pages)} pages, {format_size(size)}, in {layout.path}?"
-        typer.confirm(question, abort=True, err=True)
+        try:
+            agreed = typer.confirm(question, err=True)
+        except typer.Abort:
+            raise StoreError("Nobody answered, nothing is forgotten: give --yes.") from None
+        if not agreed:
+            raise typer.Abort
     running, after = index.health().live_writers, before - size
     if not dry_run:
         with progress.status("forgetting") as status:
@@ -116,7 +131,7 @@ def _choose(found: list[Chains], session: str, namespace: str) -> Sequence[Victi
     mine = [c for c in found if c.namespace.hex().startswith(namespace.lower())]
     if namespace and len(mine) != 1:
         raise StoreError(
-            f"{len(mine)} namespaces with pages have an id that begins with {namespace!r}: "
-            "take one from `kvtier inspect`, with more digits."
+            f"{none_or(len(mine))} namespaces with pages have an id that begins with "
+            f"{namespace!r}: take one from `kvtier inspect`{', with more digits' if mine else ''}."
         )
     return [Victims(c, np.arange(len(c)), none) for c in mine]

@@ -32,6 +32,19 @@ def kvtier(
     )
 
 
+@pytest.mark.parametrize("drive", ["5G", "5GB", "5GB/s"])
+def test_a_plan_takes_a_rate_as_people_write_it(drive: str) -> None:
+    done = kvtier("plan", "rtxpro-mixed", "--drive", drive)
+    assert "read the session at 5.00 GB/s" in done.stdout
+
+
+@pytest.mark.parametrize("drive", ["0", "5", "5K/s"])
+def test_a_plan_refuses_a_rate_that_no_drive_has(drive: str) -> None:
+    done = kvtier("plan", "rtxpro-mixed", "--drive", drive)
+    assert done.returncode == 2 and "give bytes a second, such as 5G" in done.stderr
+    _no_traceback(done)
+
+
 def _no_traceback(done: subprocess.CompletedProcess[str]) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
@@ -91,7 +104,7 @@ def test_inspect_of_one_session(root: Path) -> None:
     done = kvtier("inspect", "--session", wanted[:12].upper(), "--json", root)
     assert json.loads(done.stdout)["namespace"] == named.id
     done = kvtier("inspect", "--session", "zz", root)
-    assert done.returncode == 2 and "0 sessions have a key that begins with 'zz'" in done.stderr
+    assert done.returncode == 2 and "No sessions have a key that begins with 'zz'" in done.stderr
 
 
 def test_inspect_says_in_what_namespaces_differ(root: Path) -> None:

@@ -65,6 +65,8 @@ def test_a_wipe_asks_before_and_a_dry_run_changes_nothing(root: Path) -> None:
     assert done.returncode == 0 and "Would forget 51 pages" in done.stdout
     refused = kvtier("wipe", "--all", root, stdin="n\n")
     assert refused.returncode == 1 and "Forget 51 pages" in refused.stderr
+    silent = kvtier("wipe", "--all", root)
+    assert silent.returncode == 2 and "nothing is forgotten: give --yes" in silent.stderr
     assert files(root) == before
     assert kvtier("wipe", "--all", root, stdin="y\n").returncode == 0
     assert set(_there(root).values()) == {0}
@@ -73,12 +75,12 @@ def test_a_wipe_asks_before_and_a_dry_run_changes_nothing(root: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["wipe"], "--session KEY, --namespace ID or --all"),
-        (["wipe", "--all", "--namespace", "ab"], "--session KEY, --namespace ID or --all"),
-        (["wipe", "--session", "zz"], "0 sessions have a key that begins with 'zz'"),
-        (["wipe", "--namespace", "zz"], "0 namespaces with pages"),
-        (["pin", "zz"], "0 sessions have a key that begins with 'zz'"),
-        (["unpin", "ab"], "0 pins have a key that begins with 'ab'"),
+        (["wipe"], "one of --session KEY, --namespace ID and --all"),
+        (["wipe", "--all", "--namespace", "ab"], "one of --session KEY, --namespace ID and --all"),
+        (["wipe", "--session", "zz"], "No sessions have a key that begins with 'zz'"),
+        (["wipe", "--namespace", "zz"], "No namespaces with pages"),
+        (["pin", "zz"], "No sessions have a key that begins with 'zz'"),
+        (["unpin", "ab"], "No pins have a key that begins with 'ab'"),
     ],
 )
 def test_mistakes_are_one_sentence(root: Path, words: list[str], says: str) -> None:
