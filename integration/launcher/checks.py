@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvtier.errors import KvtierError
-from kvtier.integration.launcher import allreduce, plan
+from kvtier.errors import ConfigError, KvtierError
+from kvtier.integration.launcher import allreduce, keys, plan
+from kvtier.integration.launcher.address import Address
 from kvtier.integration.launcher.command import Command, Wanted, fits
 from kvtier.integration.launcher.drive import measure
 from kvtier.integration.launcher.machine import UNLIMITED, Machine
@@ -32,7 +33,8 @@ def preflight(
     found = [
         *_cards(profile, machine),
         *_memory(profile, command, machine),
-        *_paths(profile, wanted),
+        *_paths(wanted),
+        *_address(command),
         *_store(profile, command, wanted, machine),
         *_kernel(machine),
     ]
@@ -121,16 +123,24 @@ def _memory(profile: Profile, command: Command, machine: Machine) -> Iterator[Fi
         )
 
 
-def _paths(profile: Profile, wanted: Wanted) -> Iterator[Finding]:
+def _address(command: Command) -> Iterator[Finding]:
+    try:
+        Address.of(command).check_free()
+    except KvtierError as error:
+        yield Finding("error", str(error))
+
+
+def _paths(wanted: Wanted) -> Iterator[Finding]:
     local = wanted.model.startswith(("/", ".", "~"))
     if local and not Path(wanted.model).expanduser().is_dir():
         yield Finding("error", f"There is no model at {wanted.model}: give its folder to --model.")
     if wanted.keys is None:
         return
     try:
+        keys.check(wanted.keys)
         mode = stat.S_IMODE(wanted.keys.stat().st_mode)
-    except OSError as error:
-        yield Finding("error", f"--keys {wanted.keys}: {error.strerror}.")
+    except ConfigError as error:
+        yield Finding("error", str(error))
         return
     if mode & 0o077:
         yield Finding(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from kvtier.errors import ConfigError
+from kvtier.integration.launcher import keys
 from kvtier.integration.launcher.command import CALLER, Command
 from kvtier.integration.launcher.profiles import Profile
 
@@ -188,10 +191,21 @@ def _spelled(value: object) -> str:
 
 def _open(command: Command) -> list[str]:
     host = command.value("host")
-    keys = any(command.value(flag) is not None for flag in ("api-key", "config"))
-    if host in (None, "127.0.0.1", "localhost", "::1") or keys:
+    if host in (None, "127.0.0.1", "localhost", "::1") or _has_key(command):
         return []
     return [f"--host {host}: anybody who reaches it may use the server. Give --keys FILE."]
+
+
+def _has_key(command: Command) -> bool:
+    """Whether SGLang gets an API key; reads the file of --config, which need not have one."""
+    key, file = command.value("api-key"), command.value("config")
+    if key is not None or not file:
+        return bool(key)
+    try:
+        keys.check(Path(file))
+    except ConfigError:
+        return False
+    return True
 
 
 def _from_the_shell(profile: Profile, command: Command) -> list[str]:

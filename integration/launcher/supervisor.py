@@ -14,12 +14,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 from kvtier.errors import KvtierError
 from kvtier.index import Index
+from kvtier.integration.launcher.address import Address
 from kvtier.integration.launcher.load_watch import LoadWatch
 from kvtier.layout import Layout
 from kvtier.report import report
@@ -45,8 +46,10 @@ _PR_SET_PDEATHSIG = 1
 class Supervisor:
     """Runs `sglang serve` in a process group of its own until it is told to stop.
 
-    `program` and `arguments` are executed with `environment`. `url` is where SGLang answers,
-    `store` where its pages go, or None for a server without. Output is inherited.
+    `program` and `arguments` are executed with `environment`. `address` is where SGLang listens,
+    `store` where its pages go, or None for a server without. `check` raises KvtierError if a start
+    would fail or do harm now, and is asked before each; `on_ready` is called at each readiness.
+    Output is inherited.
     """
 
     def __init__(
@@ -55,15 +58,19 @@ class Supervisor:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         *,
-        url: str,
+        address: Address,
         store: Path | None,
         model: str,
+        check: Callable[[], None],
+        on_ready: Callable[[], None],
     ) -> None:
         self._command = [program, *arguments]
         self._environment = dict(environment)
-        self._url = url
+        self._address = address
         self._store = store
         self._model = model
+        self._check = check
+        self._on_ready = on_ready
         self._signals = 0
         self._pause = FIRST_PAUSE
         self._served = False
@@ -73,6 +80,11 @@ class Supervisor:
         before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
         try:
             while not self._signals:
+                try:
+                    self._check()
+                except KvtierError as error:
+                    self._wait(f"{error} Next try")
+                    continue
                 reason, seconds, status = self._serve_once()
                 if self._signals:
                     break
@@ -104,7 +116,7 @@ class Supervisor:
         say(f"starting, process {process.pid}")
         ready = 0.0
         while process.poll() is None and not self._signals:
-            if not ready and self._answers():
+            if not ready and self._answers() and self._is_ours(process):
                 ready = time.monotonic()
                 self._served = True
                 self._say_ready(ready - began, watch)
@@ -123,26 +135,37 @@ class Supervisor:
     def _say_ready(self, seconds: float, watch: LoadWatch) -> None:
         for finding in watch.findings():
             say(f"warning: {finding}")
-        text = f"ready after {seconds:.1f} s at {self._url}"
+        text = f"ready after {seconds:.1f} s at {self._address.url}"
         if self._store is not None:
             text += f"; {restorable(self._store, self._model)}"
         say(text)
         _notify("READY=1")
+        self._on_ready()
 
     def _answers(self) -> bool:
         try:
             # The certificate, if any, names the server's public host and not this loopback.
             trusting = ssl._create_unverified_context()
-            address = f"{self._url}/health"
+            address = f"{self._address.url}/health"
             with urllib.request.urlopen(address, timeout=5, context=trusting) as answer:
                 return bool(answer.status == 200)
         except (OSError, urllib.error.URLError):  # refused, 503: not there yet
             return False
 
+    def _is_ours(self, process: subprocess.Popen[bytes]) -> bool:
+        """Whether it was this server that answered: another one may have taken the port while
+        this one loads its weights."""
+        return not self._address.is_anothers(process.pid) and process.poll() is None
+
     def _wait_before_restart(self, reason: str, seconds: float) -> None:
         if seconds >= STABLE:
             self._pause = FIRST_PAUSE
-        say(f"SGLang {reason} after {seconds:.0f} s of serving; restart in {self._pause:g} s")
+        served = f"after {seconds:.0f} s of serving" if seconds else "before it was ready"
+        self._wait(f"SGLang {reason} {served}; restart")
+
+    def _wait(self, text: str) -> None:
+        """Say `text` and in how many seconds, and wait; the next wait is longer."""
+        say(f"{text} in {self._pause:g} s")
         until = time.monotonic() + self._pause
         while time.monotonic() < until and not self._signals:
             time.sleep(min(0.2, self._pause))

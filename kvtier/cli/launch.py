@@ -85,6 +85,7 @@ def launch(
     """
     from kvtier.integration.launcher import machine, profiles
     from kvtier.integration.launcher.command import Wanted
+    from kvtier.integration.launcher.keys import check as check_keys
 
     if show_list:
         _list()
@@ -97,9 +98,11 @@ def launch(
     wanted = Wanted(
         model=_absolute(model) or "PATH",
         store=place.find_store(store),
-        keys=keys.expanduser().absolute() if keys else None,
+        keys=_whole(keys) if keys else None,
         flags=tuple(context.args),
     )
+    if wanted.keys:
+        check_keys(wanted.keys)
     here = machine.read(wanted.store)
     command = _command(profile, wanted, here, save_machine=save_machine)
     if explain:
@@ -114,8 +117,7 @@ def launch(
         sound = _preflight(profile, command, wanted, here, thorough=preflight)
         if preflight or not (sound or anyway):
             raise typer.Exit(0 if sound else 1)
-        _remember(here)
-        raise typer.Exit(_serve(command, wanted))
+        raise typer.Exit(_serve(command, wanted, here))
 
 
 def _command(profile: Profile, wanted: Wanted, here: Machine, *, save_machine: bool) -> Command:
@@ -139,7 +141,7 @@ def _command(profile: Profile, wanted: Wanted, here: Machine, *, save_machine: b
 
 
 def _remember(here: Machine) -> None:
-    """The first launch on a machine writes its file, if it may."""
+    """The first launch that served on a machine writes its file, if it may."""
     from kvtier.integration.launcher import machine_file
 
     saved = machine_file.load(machine_file.place())
@@ -166,21 +168,28 @@ def _preflight(
     return all(finding.level != "error" for finding in findings)
 
 
-def _serve(command: Command, wanted: Wanted) -> int:
+def _serve(command: Command, wanted: Wanted, here: Machine) -> int:
+    from kvtier.integration.launcher import keys
+    from kvtier.integration.launcher.address import Address
     from kvtier.integration.launcher.supervisor import Supervisor, find_program
 
     program, path = find_program(os.environ)
-    host = command.value("host") or "127.0.0.1"
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    scheme = "https" if command.value("ssl-certfile") else "http"
-    shown = f"[{host}]" if ":" in host else host
+    address = Address.of(command)
+
+    def check() -> None:
+        if wanted.keys:
+            keys.check(wanted.keys)
+        address.check_free()
+
     return Supervisor(
         program,
         ["serve", *command.arguments],
         {**os.environ, "PATH": path, **command.environment},
-        url=f"{scheme}://{shown}:{command.value('port') or 30000}",
+        address=address,
         store=wanted.store if command.value("hicache-storage-backend") is not None else None,
         model=wanted.model,
+        check=check,
+        on_ready=lambda: _remember(here),
     ).run()
 
 
@@ -262,7 +271,13 @@ def _write_unit(file: Path, name: str, wanted: Wanted, without: list[str]) -> No
 def _absolute(model: str) -> str:
     """A folder by its whole path, for a unit runs elsewhere; a name of a hub as it is."""
     path = Path(model).expanduser()
-    return str(path.absolute()) if model[:1] in ("/", ".", "~") or path.is_dir() else model
+    return str(_whole(path)) if model[:1] in ("/", ".", "~") or path.is_dir() else model
+
+
+def _whole(path: Path) -> Path:
+    """The path from the root, without "..", which a link before it gives another meaning."""
+    path = path.expanduser().absolute()
+    return path.resolve() if ".." in path.parts else path
 
 
 def _warn(text: str) -> None:

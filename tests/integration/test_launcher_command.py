@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.integration.launcher import allreduce, checks, dead_ends, machine_file, profiles
+from kvtier.integration.launcher import allreduce, checks, dead_ends, keys, machine_file, profiles
 from kvtier.integration.launcher.command import Wanted, build, split_flags
 from kvtier.integration.launcher.drive import measure
 from kvtier.integration.launcher.machine import Card, Drive, Machine
@@ -118,6 +119,75 @@ def test_keys_and_a_config_of_one_s_own() -> None:
     wanted = dataclasses.replace(WANTED, keys=Path("/k.yaml"), flags=("--config", "mine.yaml"))
     with pytest.raises(ConfigError, match="put the keys into your own"):
         build(profiles.load("generic"), wanted, NOWHERE)
+
+
+BAD_KEYS = {
+    "": "has no api-key, and anybody could use the server",
+    "apikey: secret\n": "has no api-key",
+    "nonsense\n": "has no api-key",
+    "- api-key\n": "has no api-key",
+    "admin-api-key: secret\n": "has no api-key",
+    "api-key:\n": "has no api-key",
+    "api-key: ' '\n": "has no api-key",
+    "api-key: 0123\n": "put it in quotes",
+    "api-key: [secret]\n": "put it in quotes",
+    'a: 1\napi-key: "secret\n': "is no YAML, line",
+    "api-key: \x00secret\n": "is no YAML",
+}
+
+
+@pytest.mark.parametrize("text", BAD_KEYS)
+def test_keys_that_would_open_the_server_are_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        keys.check(file)
+    assert str(file) in str(refused.value) and BAD_KEYS[text] in str(refused.value)
+    assert "secret" not in str(refused.value) and "\n" not in str(refused.value)
+    flags = ("--host", "0.0.0.0", "--config", str(file))
+    command = build(profiles.load("generic"), dataclasses.replace(WANTED, flags=flags), NOWHERE)
+    assert "anybody who reaches it" in dead_ends.warnings(profiles.load("generic"), command)[0]
+
+
+@pytest.mark.parametrize("what", [(), ("--dry-run",), ("--preflight",), ("--anyway",)])
+def test_no_launch_takes_keys_without_a_key(what: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    words = ("launch", "generic", "--model", str(tmp_path), "--keys", str(file), *what)
+    for text, said in ((None, "No such file"), ("apikey: x\n", "has no api-key")):
+        if text is not None:
+            file.write_text(text)
+            file.chmod(0o600)
+        done = kvtier(*words, "--", "--host", "0.0.0.0")
+        assert done.returncode == 2 and done.stdout == ""
+        [line] = done.stderr.splitlines()
+        assert line.startswith(f"kvtier: --keys {file}") and said in line
+
+
+def test_sglang_refuses_other_endings_of_a_config(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("api-key: secret\n")
+    with pytest.raises(ConfigError, match=r"only .yaml and .yml"):
+        keys.check(tmp_path / "keys")
+
+
+def test_a_key_is_what_closes_an_open_host(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("api-key: secret\n")
+
+    def warnings(own: Path | None, *flags: str) -> int:
+        wanted = dataclasses.replace(WANTED, keys=own, flags=("--host", "0.0.0.0", *flags))
+        profile = profiles.load("generic")
+        return len(dead_ends.warnings(profile, build(profile, wanted, NOWHERE)))
+
+    assert warnings(file) == warnings(None, "--config", str(file)) == 0
+    assert warnings(None, "--api-key", "secret") == 0
+    assert warnings(None, "--api-key=") == warnings(file, "--api-key", "") == 1
+
+
+def test_a_path_is_shown_without_dots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    done = kvtier("launch", "generic", "--model", "/m", "--dry-run", "--keys", "../keys.yaml")
+    assert f"--keys {tmp_path.resolve()}/keys.yaml: No such file" in done.stderr
 
 
 def test_what_the_machine_file_sets_is_no_mistake() -> None:
@@ -257,10 +327,17 @@ def test_a_mistake_is_one_line(words: tuple[str, ...], said: str) -> None:
 
 def _found(machine: Machine, tmp_path: Path, name: str = "rtxpro-mixed", *flags: str) -> list[str]:
     profile = profiles.load(name)
-    wanted = Wanted(str(tmp_path), tmp_path / "kvtier", flags=flags)
+    wanted = Wanted(str(tmp_path), tmp_path / "kvtier", flags=(*_own_port(), *flags))
     command = build(profile, wanted, machine)
     findings = checks.preflight(profile, command, wanted, machine)
     return [f"{finding.level}: {finding.text}" for finding in findings]
+
+
+def _own_port() -> tuple[str, str]:
+    """Another server may be at the usual one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "--port", str(probe.getsockname()[1])
 
 
 def _errors(found: list[str]) -> list[str]:
@@ -318,19 +395,43 @@ def test_generic_needs_no_card(tmp_path: Path) -> None:
 
 
 def test_model_and_keys_are_looked_at(tmp_path: Path) -> None:
-    profile, keys = profiles.load("generic"), tmp_path / "keys.yaml"
-    wanted = Wanted(str(tmp_path / "none"), tmp_path, keys)
+    profile, file = profiles.load("generic"), tmp_path / "keys.yaml"
+    wanted = Wanted(str(tmp_path / "none"), tmp_path, file, _own_port())
     command = build(profile, wanted, NOWHERE)
-    assert command.value("config") == str(keys)
+    assert command.value("config") == str(file)
     errors = _errors([f"{f.level}: {f.text}" for f in _preflight(profile, command, wanted)])
     assert len(errors) == 2 and "There is no model" in errors[0]
-    keys.write_text("api-key: secret\n")
-    keys.chmod(0o640)
+    file.write_text("api-key: secret\n")
+    file.chmod(0o640)
     found = [f.text for f in _preflight(profile, command, wanted)]
-    assert any(f"chmod 600 {keys}" in text for text in found)
-    keys.chmod(0o600)
-    assert not any(str(keys) in f.text for f in _preflight(profile, command, wanted))
+    assert any(f"chmod 600 {file}" in text for text in found)
+    file.chmod(0o600)
+    assert not any(str(file) in f.text for f in _preflight(profile, command, wanted))
     assert "secret" not in command.shell()
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "said"),
+    [
+        ("127.0.0.1", None, "Another process has port {port} of 127.0.0.1: stop it, or give"),
+        ("0.0.0.0", None, "Another process has port {port} of 0.0.0.0"),
+        ("localhost", None, "Another process has port {port} of localhost"),
+        ("203.0.113.7", "30000", "no address of this machine"),
+        ("no such host", "30000", "no address of this machine"),
+        ("127.0.0.1", "many", "from 1 to 65535"),
+        ("127.0.0.1", "65536", "from 1 to 65535"),
+    ],
+)
+def test_an_address_that_cannot_be_used(
+    tmp_path: Path, host: str, port: str | None, said: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = port or str(other.getsockname()[1])
+        found = _found(NOWHERE, tmp_path, "generic", "--host", host, "--port", port)
+        [error] = [line for line in _errors(found) if "model" not in line]
+        assert said.format(port=port) in error
+    if "Another" in said:  # an address in TIME_WAIT or free is none
+        assert not _errors(_found(NOWHERE, tmp_path, "generic", "--host", host, "--port", port))
 
 
 def _preflight(profile, command, wanted):  # type: ignore[no-untyped-def]

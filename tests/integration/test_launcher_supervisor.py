@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import os
 import re
@@ -10,12 +11,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 
@@ -30,6 +33,9 @@ TIMEOUT = 60
 ENGINE = """
 import http.server, os, signal, subprocess, sys, threading, time
 mode, port, log = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+gate = log + ".gate"
+while mode == "loads" and not os.path.exists(gate):
+    time.sleep(0.05)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
 with open(log, "a") as file:
     print("begin", os.getpid(), child.pid, file=file)
@@ -57,12 +63,22 @@ while True:
 
 LAUNCHER = """
 import json, os, sys
+from kvtier.errors import KvtierError
 from kvtier.integration.launcher import supervisor
+from kvtier.integration.launcher.address import Address
 given = json.loads(sys.argv[1])
 for name, value in given["constants"].items():
     setattr(supervisor, name, value)
+address = Address("127.0.0.1", given["port"])
 made = supervisor.Supervisor(
-    sys.executable, given["arguments"], os.environ, url=given["url"], store=None, model="m"
+    sys.executable,
+    given["arguments"],
+    os.environ,
+    address=address,
+    store=None,
+    model="m",
+    check=address.check_free,
+    on_ready=lambda: print("kvtier launch: told of it", file=sys.stderr, flush=True),
 )
 assert "torch" not in sys.modules and "sglang" not in sys.modules
 sys.exit(made.run())
@@ -72,8 +88,8 @@ sys.exit(made.run())
 class Running:
     """A supervisor in a process of its own, what it said, and what its engines wrote."""
 
-    def __init__(self, process: subprocess.Popen[bytes], said: Path, log: Path) -> None:
-        self.process, self._said, self._log = process, said, log
+    def __init__(self, process: subprocess.Popen[bytes], said: Path, log: Path, port: int) -> None:
+        self.process, self._said, self._log, self.port = process, said, log, port
 
     def said(self, pattern: str) -> list[str]:
         return re.findall(f"^kvtier launch: ({pattern}.*)$", self._said.read_text(), re.M)
@@ -95,15 +111,20 @@ class Running:
 
 @contextmanager
 def supervised(
-    tmp_path: Path, mode: str, environment: dict[str, str] | None = None, **constants: float
+    tmp_path: Path,
+    mode: str,
+    environment: dict[str, str] | None = None,
+    port: int = 0,
+    **constants: float,
 ) -> Iterator[Running]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    if not port:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
     said, log = tmp_path / "said", tmp_path / "log"
     given = {
         "arguments": ["-c", ENGINE, mode, str(port), str(log)],
-        "url": f"http://127.0.0.1:{port}",
+        "port": port,
         "constants": constants,
     }
     with said.open("wb") as file:
@@ -112,7 +133,7 @@ def supervised(
             stderr=file,
             env=os.environ | (environment or {}),
         )
-    running = Running(process, said, log)
+    running = Running(process, said, log, port)
     try:
         yield running
     finally:
@@ -133,7 +154,7 @@ def _gone(*pids: int) -> bool:
 
 def test_a_killed_engine_is_restarted_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     with supervised(tmp_path, "serves", FIRST_PAUSE=0.1) as running:
-        running.until(lambda: running.said("ready after"), "ready line")
+        running.until(lambda: running.said("told of it"), "ready line and call")
         [(engine, child)] = running.engines()
         os.kill(engine, signal.SIGKILL)
         running.until(lambda: len(running.said("ready after")) == 2, "second ready line")
@@ -168,6 +189,61 @@ def test_a_refused_command_line_is_tried_once(tmp_path: Path) -> None:
     with supervised(tmp_path, "refuses") as running:
         assert running.process.wait(TIMEOUT) == 2
         assert len(running.engines()) == 1
+
+
+@contextmanager
+def another_server(port: int = 0) -> Iterator[tuple[int, list[str]]]:
+    """One that answers /health, in this process; its port and the paths it was asked for."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_address[1], asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_nothing_is_started_while_another_server_has_the_port(tmp_path: Path) -> None:
+    with (
+        another_server() as (port, asked),
+        supervised(tmp_path, "serves", port=port, FIRST_PAUSE=0.1) as running,
+    ):
+        running.until(lambda: len(running.said("Another process has port")) >= 2, "refusals")
+        assert not running.engines() and not running.said("ready") and not asked
+        running.process.terminate()
+        assert running.process.wait(TIMEOUT) == 0
+
+
+def test_an_answer_of_another_server_is_no_readiness(tmp_path: Path) -> None:
+    """The port is taken while the engine loads its weights: then it cannot have answered."""
+    address = tmp_path / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(address))
+        systemd.setblocking(False)
+        environment = {"NOTIFY_SOCKET": str(address)}
+        with supervised(tmp_path, "loads", environment, FIRST_PAUSE=0.1) as running:
+            running.until(lambda: running.said("starting"), "start")
+            with another_server(running.port) as (_, asked):
+                running.until(lambda: len(asked) >= 2, "answers of the other server")
+                (tmp_path / "log.gate").touch()
+                running.until(lambda: running.said("SGLang ended.*before it was ready"), "end")
+                running.until(lambda: running.said("Another process has port"), "refusal")
+                assert not running.said("ready") and not running.said("told of it")
+                with pytest.raises(BlockingIOError):
+                    systemd.recv(100)
+            running.until(lambda: running.said("ready after"), "ready line of its own")
+            assert systemd.recv(100) == b"READY=1"
 
 
 def test_a_second_signal_kills(tmp_path: Path) -> None:
