@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from kvtier.integration.launcher.command import Command, Wanted, fits
 from kvtier.integration.launcher.drive import measure
 from kvtier.integration.launcher.machine import UNLIMITED, Machine
 from kvtier.integration.launcher.profiles import Profile
+from kvtier.integration.launcher.supervisor import check_program
 from kvtier.sizes import format_size
 
 
@@ -33,8 +36,11 @@ def preflight(
     found = [
         *_cards(profile, machine),
         *_memory(profile, command, machine),
-        *_paths(wanted),
-        *_address(command),
+        *_accelerator(profile, command, machine),
+        *_model(wanted.model),
+        *_keys(wanted),
+        *_raised(lambda: check_program(os.environ)),
+        *_raised(lambda: Address.of(command).check_free()),
         *_store(profile, command, wanted, machine),
         *_kernel(machine),
     ]
@@ -88,6 +94,18 @@ def _cards(profile: Profile, machine: Machine) -> Iterator[Finding]:
         )
 
 
+def _accelerator(profile: Profile, command: Command, machine: Machine) -> Iterator[Finding]:
+    other = command.value("device") not in (None, "cuda") or any(
+        name in command.environment for name in ("SGLANG_USE_CPU_ENGINE", "SGLANG_PLATFORM")
+    )
+    if not (profile.cards or machine.cards or machine.cards_on_bus or other):
+        yield Finding(
+            "warning",
+            "nvidia-smi and lspci show no card: without another accelerator SGLang cannot start, "
+            "but on a CPU with SGLANG_USE_CPU_ENGINE=1 and -- --device cpu.",
+        )
+
+
 def _memory(profile: Profile, command: Command, machine: Machine) -> Iterator[Finding]:
     if profile.model is None:
         return
@@ -123,17 +141,46 @@ def _memory(profile: Profile, command: Command, machine: Machine) -> Iterator[Fi
         )
 
 
-def _address(command: Command) -> Iterator[Finding]:
+def _raised(check: Callable[[], None]) -> Iterator[Finding]:
     try:
-        Address.of(command).check_free()
+        check()
     except KvtierError as error:
         yield Finding("error", str(error))
 
 
-def _paths(wanted: Wanted) -> Iterator[Finding]:
-    local = wanted.model.startswith(("/", ".", "~"))
-    if local and not Path(wanted.model).expanduser().is_dir():
-        yield Finding("error", f"There is no model at {wanted.model}: give its folder to --model.")
+_ON_A_HUB = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+|(/[^/\s]+)+\.gguf)?")
+"""owner/name; for GGUF files also owner/name:kind and owner/name/file (SGLang 0.5.23)."""
+
+_CONFIGS = ("config.json", "params.json")
+"""Transformers' and Mistral's own."""
+
+
+def _model(model: str) -> Iterator[Finding]:
+    folder = Path(model).expanduser()
+    if "://" in model:
+        return
+    if folder.is_dir():
+        if not any((folder / name).exists() for name in _CONFIGS):
+            yield Finding(
+                "error",
+                f"{folder} has no config.json and is no model: give a model's own folder to "
+                "--model.",
+            )
+    elif folder.exists():
+        if folder.suffix != ".gguf":
+            yield Finding("error", f"--model {model} is a file: give the model's folder.")
+    elif model.startswith(("/", ".", "~")):
+        yield Finding("error", f"There is no model at {model}: give its folder to --model.")
+    elif _ON_A_HUB.fullmatch(model):
+        yield Finding("note", f"There is no folder {model} here: SGLang takes it from the hub.")
+    else:
+        yield Finding(
+            "error",
+            f"There is no folder {model} here, and a name on the hub is OWNER/NAME: mend --model.",
+        )
+
+
+def _keys(wanted: Wanted) -> Iterator[Finding]:
     if wanted.keys is None:
         return
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
@@ -41,7 +42,8 @@ def measure(store: Path) -> Speed:
             f"The store's drive ({place}) cannot be used: {error.strerror}."
         ) from None
     finally:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
 
 
 def _measured(scratch: Path) -> Speed:

@@ -4,7 +4,7 @@
 [environment]            # by hand: set for every profile
 NCCL_P2P_LEVEL = "PHB"
 
-[facts]                  # by the first launch, and by kvtier launch --save-machine
+[facts]                  # by the first launch that serves, and by kvtier launch --save-machine
 cards = ["NVIDIA RTX PRO 6000 95.6 GiB at 0000:01:00.0", ...]
 ```
 """

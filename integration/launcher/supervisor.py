@@ -268,3 +268,13 @@ def find_program(environ: Mapping[str, str]) -> tuple[str, str]:
     if beside not in path.split(os.pathsep):
         path = f"{beside}{os.pathsep}{path}"
     return shutil.which("sglang", path=path) or "sglang", path
+
+
+def check_program(environ: Mapping[str, str]) -> None:
+    """KvtierError if SGLang's command is not there."""
+    program, path = find_program(environ)
+    if shutil.which(program, path=path) is None:
+        raise KvtierError(
+            f"There is no sglang beside {sys.executable} or on PATH: install SGLang there, or use "
+            "the kvtier of the environment that has it."
+        )

@@ -97,7 +97,7 @@ def launch(
         raise ConfigError("Say which model to serve: --model PATH.")
     wanted = Wanted(
         model=_absolute(model) or "PATH",
-        store=place.find_store(store),
+        store=_store(store),
         keys=_whole(keys) if keys else None,
         flags=tuple(context.args),
     )
@@ -171,8 +171,9 @@ def _preflight(
 def _serve(command: Command, wanted: Wanted, here: Machine) -> int:
     from kvtier.integration.launcher import keys
     from kvtier.integration.launcher.address import Address
-    from kvtier.integration.launcher.supervisor import Supervisor, find_program
+    from kvtier.integration.launcher.supervisor import Supervisor, check_program, find_program
 
+    check_program(os.environ)
     program, path = find_program(os.environ)
     address = Address.of(command)
 
@@ -232,7 +233,8 @@ def _propose(here: Machine) -> None:
 
 
 def _explain(profile: Profile, command: Command) -> None:
-    out.print(f"{profile.name}: {profile.summary}. {profile.state}.", highlight=False)
+    state = f"{profile.state[:1].upper()}{profile.state[1:]}"
+    out.print(f"{profile.name}: {profile.summary}. {state}.", highlight=False)
     for kind in ("environment", "patches", "store", "sglang"):
         for setting in (s for s in command.settings if s.kind == kind):
             dashes, equals = ("--", " ") if kind == "sglang" else ("", "=")
@@ -241,8 +243,9 @@ def _explain(profile: Profile, command: Command) -> None:
             out.print(f"\n[bold]{line}[/]", highlight=False, soft_wrap=True)
             about = f"{setting.why} [{setting.source}]"
             out.print(f"    {escape(about)}", highlight=False, soft_wrap=True)
-            measured = setting.measured or "not measured by itself"
-            out.print(f"    Measured: {escape(measured)}", highlight=False, soft_wrap=True)
+            if setting.measured:
+                measured = escape(f"Measured: {setting.measured}")
+                out.print(f"    {measured}", highlight=False, soft_wrap=True)
 
 
 def _write_unit(file: Path, name: str, wanted: Wanted, without: list[str]) -> None:
@@ -266,6 +269,17 @@ def _write_unit(file: Path, name: str, wanted: Wanted, without: list[str]) -> No
         f"Wrote {file}. Then: systemctl daemon-reload && systemctl enable --now {file.name}",
         highlight=False,
     )
+
+
+def _store(given: Path | None) -> Path:
+    """The store, which need not be there yet. ConfigError if a file is in its way."""
+    root = place.find_store(_whole(given) if given else None)
+    there = next(path for path in (root, *root.parents) if path.exists())
+    if not there.is_dir():
+        named = f"--store {given}" if given else f"The store {root}"
+        file = "" if given and _whole(given) == there else f": {there}"
+        raise ConfigError(f"{named}{file} is a file: give a directory.")
+    return root
 
 
 def _absolute(model: str) -> str:

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.integration.launcher import allreduce, checks, dead_ends, keys, machine_file, profiles
 from kvtier.integration.launcher.command import Wanted, build, split_flags
 from kvtier.integration.launcher.drive import measure
 from kvtier.integration.launcher.machine import Card, Drive, Machine
 
 GOLDEN = Path(__file__).parent / "launcher"
+
+MODEL = Path(__file__).parents[1] / "models" / "llama"
 
 NOWHERE = Machine((), "", 0, (), (), "", 0, -1, "", None)
 
@@ -283,6 +285,10 @@ def test_every_setting_is_explained() -> None:
     profile = profiles.load("rtxpro-mixed")
     for setting in profile.settings:
         assert setting.why in done.stdout and setting.measured in done.stdout
+    heading, *lines = done.stdout.splitlines()
+    assert heading.endswith(f". {profile.state[:1].upper()}{profile.state[1:]}.")
+    measured = [line.partition("Measured: ")[2] for line in lines if "Measured: " in line]
+    assert measured == [setting.measured for setting in profile.settings if setting.measured]
     assert "--max-total-tokens 3150000" in done.stdout
     assert "expert_split=108,92,92,92" in done.stdout
 
@@ -327,7 +333,7 @@ def test_a_mistake_is_one_line(words: tuple[str, ...], said: str) -> None:
 
 def _found(machine: Machine, tmp_path: Path, name: str = "rtxpro-mixed", *flags: str) -> list[str]:
     profile = profiles.load(name)
-    wanted = Wanted(str(tmp_path), tmp_path / "kvtier", flags=(*_own_port(), *flags))
+    wanted = Wanted(str(MODEL), tmp_path / "kvtier", flags=(*_own_port(), *flags))
     command = build(profile, wanted, machine)
     findings = checks.preflight(profile, command, wanted, machine)
     return [f"{finding.level}: {finding.text}" for finding in findings]
@@ -411,6 +417,92 @@ def test_model_and_keys_are_looked_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "level", "said"),
+    [
+        ("{here}", "error", "{here} has no config.json and is no model"),
+        ("{here}/none", "error", "There is no model at {here}/none"),
+        ("{here}/notes.md", "error", "--model {here}/notes.md is a file: give the model's folder"),
+        ("llama", "error", "There is no folder llama here, and a name on the hub is OWNER/NAME"),
+        ("a/b/c", "error", "a name on the hub is OWNER/NAME"),
+        ("own er/llama", "error", "a name on the hub is OWNER/NAME"),
+        ("owner/llama", "note", "There is no folder owner/llama here: SGLang takes it from the"),
+        ("owner/llama:Q4_K_M", "note", "SGLang takes it from the hub"),
+        ("owner/llama/files/one.gguf", "note", "SGLang takes it from the hub"),
+        ("{here}/one.gguf", None, ""),
+        ("s3://bucket/llama", None, ""),
+        (str(MODEL), None, ""),
+    ],
+)
+def test_what_is_no_model(tmp_path: Path, model: str, level: str | None, said: str) -> None:
+    for name in ("notes.md", "one.gguf"):
+        (tmp_path / name).touch()
+    profile = profiles.load("generic")
+    wanted = Wanted(model.format(here=tmp_path), tmp_path, flags=_own_port())
+    found = _preflight(profile, build(profile, wanted, NOWHERE), wanted)
+    about = [f for f in found if "model" in f.text or "hub" in f.text]
+    assert [f.level for f in about] == ([level] if level else [])
+    assert all(said.format(here=tmp_path) in f.text for f in about)
+
+
+def test_a_machine_without_sglang_is_told_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not _errors(_found(RIG, tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    [error] = _errors(_found(RIG, tmp_path))
+    assert f"There is no sglang beside {tmp_path}/python or on PATH: install" in error
+
+
+def test_a_machine_without_cards_is_told_unless_it_should_be_so(tmp_path: Path) -> None:
+    def warned(machine: Machine, name: str, *flags: str) -> bool:
+        found = _found(machine, tmp_path, name, *flags)
+        return any("show no card" in line and line.startswith("warning") for line in found)
+
+    assert warned(NOWHERE, "generic") and warned(NOWHERE, "generic", "--device", "cuda")
+    assert not warned(NOWHERE, "generic", "--device", "cpu")
+    assert not warned(RIG, "generic")
+    assert not warned(dataclasses.replace(NOWHERE, cards_on_bus=1), "generic")
+    assert not warned(NOWHERE, "rtxpro-mixed")  # an error of its own
+
+
+def test_a_store_that_is_a_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes.md").touch()
+    monkeypatch.chdir(tmp_path)
+    words = ("launch", "generic", "--model", str(MODEL), "--preflight")
+
+    def refusal(*more: str, **environment: str) -> str:
+        done = kvtier(*words, *more, **environment)
+        assert done.returncode == 2 and done.stdout == ""
+        [line] = done.stderr.splitlines()
+        return line
+
+    here = tmp_path.resolve()
+    assert refusal("--store", "notes.md") == (
+        "kvtier: --store notes.md is a file: give a directory."
+    )
+    assert refusal("--store", "notes.md/a/b") == (
+        f"kvtier: --store notes.md/a/b: {here}/notes.md is a file: give a directory."
+    )
+    assert refusal(KVTIER_ROOT="notes.md") == (
+        f"kvtier: The store {here}/notes.md/kvtier: {here}/notes.md is a file: give a directory."
+    )
+    with pytest.raises(KvtierError, match="Not a directory"):
+        measure(Path("notes.md/kvtier"))
+
+
+def test_a_launch_that_never_served_leaves_no_machine_file(tmp_path: Path) -> None:
+    engine = tmp_path / "sglang"
+    engine.write_text(f"#!{sys.executable}\nraise SystemExit(2)\n")
+    engine.chmod(0o755)
+    words = ("launch", "generic", "--model", str(MODEL), "--store", str(tmp_path), "--")
+    path = f"{tmp_path}{os.pathsep}{Path(sys.executable).parent}"
+    done = kvtier(*words, *_own_port(), PATH=path, XDG_CONFIG_HOME=str(tmp_path / "config"))
+    assert done.returncode == 2 and "SGLang refuses the command line" in done.stderr
+    assert not (tmp_path / "config").exists()
+
+
+@pytest.mark.parametrize(
     ("host", "port", "said"),
     [
         ("127.0.0.1", None, "Another process has port {port} of 127.0.0.1: stop it, or give"),
@@ -428,7 +520,7 @@ def test_an_address_that_cannot_be_used(
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = port or str(other.getsockname()[1])
         found = _found(NOWHERE, tmp_path, "generic", "--host", host, "--port", port)
-        [error] = [line for line in _errors(found) if "model" not in line]
+        [error] = _errors(found)
         assert said.format(port=port) in error
     if "Another" in said:  # an address in TIME_WAIT or free is none
         assert not _errors(_found(NOWHERE, tmp_path, "generic", "--host", host, "--port", port))
