@@ -15,8 +15,6 @@ def check(file: Path) -> None:
         raise ConfigError(
             "--keys needs PyYAML, which comes with SGLang: pip install pyyaml."
         ) from None
-    if file.suffix.lower() not in (".yaml", ".yml"):
-        raise ConfigError(f"--keys {file}: SGLang reads only .yaml and .yml: rename it.")
     try:
         found = yaml.safe_load(file.read_bytes())
     except OSError as error:
@@ -27,6 +25,8 @@ def check(file: Path) -> None:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"--keys {file} is no YAML{where}: write api-key: YOUR-KEY.") from None
+    if file.suffix.lower() not in (".yaml", ".yml"):
+        raise ConfigError(f"--keys {file}: SGLang reads only .yaml and .yml: rename it.")
     key = found.get("api-key", "") if isinstance(found, dict) else ""
     if not isinstance(key, str) and key is not None:
         raise ConfigError(f"--keys {file}: the api-key is no text: put it in quotes.")

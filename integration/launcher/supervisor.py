@@ -133,6 +133,7 @@ class Supervisor:
         return _reason(process.returncode), seconds, process.returncode
 
     def _say_ready(self, seconds: float, watch: LoadWatch) -> None:
+        self._on_ready()
         for finding in watch.findings():
             say(f"warning: {finding}")
         text = f"ready after {seconds:.1f} s at {self._address.url}"
@@ -140,7 +141,6 @@ class Supervisor:
             text += f"; {restorable(self._store, self._model)}"
         say(text)
         _notify("READY=1")
-        self._on_ready()
 
     def _answers(self) -> bool:
         try:

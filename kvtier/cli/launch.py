@@ -144,9 +144,9 @@ def _remember(here: Machine) -> None:
     """The first launch that served on a machine writes its file, if it may."""
     from kvtier.integration.launcher import machine_file
 
-    saved = machine_file.load(machine_file.place())
-    if not saved.facts:
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ConfigError):  # it serves already
+        saved = machine_file.load(machine_file.place())
+        if not saved.facts:
             machine_file.save(saved, here)
             progress.print(f"note: this machine's facts are in {saved.path}", highlight=False)
 

@@ -166,6 +166,8 @@ def test_no_launch_takes_keys_without_a_key(what: tuple[str, ...], tmp_path: Pat
 
 
 def test_sglang_refuses_other_endings_of_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        keys.check(tmp_path / "keys")
     (tmp_path / "keys").write_text("api-key: secret\n")
     with pytest.raises(ConfigError, match=r"only .yaml and .yml"):
         keys.check(tmp_path / "keys")

@@ -154,7 +154,8 @@ def _gone(*pids: int) -> bool:
 
 def test_a_killed_engine_is_restarted_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     with supervised(tmp_path, "serves", FIRST_PAUSE=0.1) as running:
-        running.until(lambda: running.said("told of it"), "ready line and call")
+        running.until(lambda: running.said("ready after"), "ready line")
+        assert running.said("told of it")
         [(engine, child)] = running.engines()
         os.kill(engine, signal.SIGKILL)
         running.until(lambda: len(running.said("ready after")) == 2, "second ready line")
