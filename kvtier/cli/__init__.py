@@ -11,7 +11,7 @@ from kvtier.cli.bench import bench
 from kvtier.cli.fsck import fsck
 from kvtier.cli.gc import gc
 from kvtier.cli.inspect import inspect
-from kvtier.cli.launch import launch
+from kvtier.cli.launch import Launch, launch
 from kvtier.cli.limit import limit
 from kvtier.cli.patches import patches
 from kvtier.cli.pin import pin, unpin
@@ -38,7 +38,7 @@ app.command()(unpin)
 app.command()(wipe)
 app.command()(fsck)
 app.command()(patches)
-app.command(context_settings={"allow_extra_args": True})(launch)
+app.command(cls=Launch, context_settings={"allow_extra_args": True})(launch)
 app.command()(plan)
 app.command()(smoke)
 app.command()(selfcheck)

@@ -6,11 +6,12 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand
 
 from kvtier import place
 from kvtier.cli.common import out, progress
@@ -20,6 +21,22 @@ if TYPE_CHECKING:
     from kvtier.integration.launcher.command import Command, Wanted
     from kvtier.integration.launcher.machine import Machine
     from kvtier.integration.launcher.profiles import Profile
+
+
+class Launch(TyperCommand):
+    """Says where an option belongs that is not of kvtier."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # By its name: typer has its own copy of click's in newer versions.
+            if type(error).__name__ != "NoSuchOption":
+                raise
+            name = getattr(error, "option_name", "")
+            raise ConfigError(
+                f"No such option: {name}. SGLang's own options go after --, as in -- {name}."
+            ) from None
 
 
 def launch(

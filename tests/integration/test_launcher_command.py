@@ -321,6 +321,7 @@ def test_a_plan_without_cards() -> None:
     [
         (("rtxpro-mixd", "--model", "/m"), "did you mean rtxpro-mixed?"),
         (("generic",), "Say which model to serve"),
+        (("generic", "--tp-size", "2"), "SGLang's own options go after --, as in -- --tp-size"),
         (("generic", "--model", "/m", "--without", "tp"), "--without tp"),
     ],
 )
