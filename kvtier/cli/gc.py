@@ -13,7 +13,8 @@ from kvtier.cli.common import AsJson, Root, cap_of, count, find_store, out, prog
 from kvtier.collection import collect
 from kvtier.collector import alone
 from kvtier.index import Index
-from kvtier.sizes import format_size, parse_size
+from kvtier.limits import Space, parse_amount
+from kvtier.sizes import format_size
 
 
 def gc(
@@ -23,7 +24,7 @@ def gc(
         typer.Option(
             metavar="SIZE",
             show_default="the store's own limits, see kvtier limit",
-            help="What the store may take: 1000G, 1.5Ti, 0.",
+            help="What the store may take: 1000G, 1.5Ti, 80%, 0.",
         ),
     ] = "",
     dry_run: Annotated[
@@ -35,8 +36,8 @@ def gc(
 
     Tails that later ones supersede go first, then the ends of the sessions that were not used for
     longest, pinned ones last; no page that another needs ever goes before it. K, M, G, T are powers
-    of 1000; Ki, Mi, Gi, Ti of 1024. Exit status 1 if the limit cannot be reached (foreign files, or
-    space a running server holds).
+    of 1000; Ki, Mi, Gi, Ti of 1024; 80% is a share of the file system. Exit status 1 if the limit
+    cannot be reached (foreign files, or space a running server holds).
 
     Examples:
 
@@ -44,7 +45,10 @@ def gc(
     * `kvtier gc --limit 500Gi --dry-run`
     """
     layout = find_store(root)
-    size = parse_size(limit) if limit else cap_of(layout, disk_usage(layout.path)).bytes
+    if limit:
+        size = parse_amount(limit).of(Space.of(layout.path).size)
+    else:
+        size = cap_of(layout, disk_usage(layout.path)).bytes
     config = settings("grace", "tails_per_chain", "segment_size")
     with progress.status(f"reading {layout.path}") as status:
         status.update("waiting for another collection")

@@ -13,6 +13,7 @@ from making import KV, contents, files, identity, keys, opened, put
 
 from kvtier.deletion import BALLAST_BYTES
 from kvtier.identity import Identity
+from kvtier.limits import Space
 from kvtier.pages import Column, Link
 
 SIZE = 20_000
@@ -139,6 +140,8 @@ def test_inspect_beside_a_running_server(tmp_path: Path) -> None:
 
 def test_gc_brings_a_store_under_its_limit(root: Path) -> None:
     before = json.loads(kvtier("inspect", "--json", root).stdout)["disk_bytes"]
+    share = json.loads(kvtier("gc", "--limit", "50%", "--dry-run", "--json", root).stdout)
+    assert share["limit_bytes"] == Space.of(root).size // 2
     limit = before - BALLAST_BYTES - 15 * SIZE  # so small a limit gives the ballast up first
     dry = json.loads(kvtier("gc", "--limit", str(limit), "--dry-run", "--json", root).stdout)
     assert dry["pages"] > 0 and dry["dry_run"]
@@ -164,6 +167,7 @@ def test_gc_says_when_foreign_files_keep_it_from_the_limit(root: Path) -> None:
     [
         (["gc", "--limit", "10Q"], "unknown unit 'Q'"),
         (["gc", "--limit", "much"], "much"),
+        (["gc", "--limit", "120%"], "'120%' is not a share"),
         (["gc", "--limit", "-5G"], "-5G"),
         (["inspect", "--diff", "1", "2"], "namespaces have an id that begins with '1'"),
         (["frob"], "No such command"),
