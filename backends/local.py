@@ -237,14 +237,20 @@ def unlink_segment(layout: Layout, name: str) -> None:
 def disk_usage(path: Path) -> int:
     """Bytes that all files below `path` take on the file system, directories included. What goes
     meanwhile is not counted; OSError if `path` itself cannot be read."""
-    total = path.lstat().st_blocks * 512
-    with os.scandir(path) as entries:
-        for entry in entries:
-            try:
-                if entry.is_dir(follow_symlinks=False):
-                    total += disk_usage(Path(entry.path))
-                else:
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-            except FileNotFoundError:
-                continue
+    total = 0
+    pending = [path]
+    while pending:
+        folder = pending.pop()
+        try:
+            total += folder.lstat().st_blocks * 512
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        if entry.is_dir(follow_symlinks=False):
+                            pending.append(Path(entry.path))
+                        else:
+                            total += entry.stat(follow_symlinks=False).st_blocks * 512
+        except FileNotFoundError:
+            if folder == path:
+                raise
     return total

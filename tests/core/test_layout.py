@@ -319,3 +319,16 @@ def test_what_goes_while_somebody_looks_is_no_fault(
     assert disk_usage(layout.path) > 0
     assert foreign_files(layout) == [] and pinned(layout) == {}
     assert gone == going
+
+
+def test_folders_of_strangers_may_be_nested_deeply(tmp_path: Path) -> None:
+    deepest = tmp_path
+    for _ in range(1100):  # more than Python recurses
+        deepest /= "d"
+        deepest.mkdir()
+    (deepest / "file").write_bytes(bytes(1 << 20))
+    assert disk_usage(tmp_path) >= 1 << 20
+    (deepest / "file").unlink()
+    while deepest != tmp_path:
+        deepest.rmdir()
+        deepest = deepest.parent
