@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -49,8 +48,6 @@ class Served:
         self.deaf = False
         """Whether the answer depends on the prompt's end only."""
         self.flushes = True
-        self.seconds = 0.0
-        """What a conversation's answer takes."""
         self.dies = False
         """Whether its answers end before they begin."""
         self.missing: set[str] = set()
@@ -167,7 +164,6 @@ class Served:
 
     def _chat(self, body: dict[str, Any]) -> list[Any]:
         reply = self.chat(body)
-        time.sleep(self.seconds)
         first = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
         calls = [
             {"index": i, "id": call["id"], "function": call["function"]}

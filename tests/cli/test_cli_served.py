@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -182,8 +183,8 @@ class TestBenchCold:
         assert status == 2 and "--enable-cache-report" in error
 
     def test_the_least_free_memory_while_it_ran(self, served: Served, run, cards) -> None:
-        served.chat = self.reader()
-        served.seconds = 0.5
+        reader = self.reader()
+        served.chat = lambda body: reader(body) if cards.wait(60) else {}
         status, text, _ = run("bench", "cold", served.url, "--tokens", "2000", "--json")
         [first, second] = json.loads(text)["cards"]
         assert status == 0
@@ -266,12 +267,16 @@ class TestBenchRestore:
 
 
 @pytest.fixture
-def cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cards; the first has less and less free memory, but 3 GiB at least, and then more."""
+def cards(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Two cards; the first has less and less free memory, but 3 GiB at least, and then more. The
+    event says that it has been seen with the least."""
     samples = [iter(()), iter(())]
+    seen = threading.Event()
 
     def memory(number: int) -> SimpleNamespace:
         free = next(samples[number], (9 if number == 0 else 7) * 2**30)
+        if free == 4 * 2**30:
+            seen.set()
         return SimpleNamespace(total=80 * 2**30, free=free)
 
     def init() -> None:
@@ -285,22 +290,24 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.nvmlDeviceGetName = lambda number: "NVIDIA Test"
     nvml.nvmlDeviceGetMemoryInfo = memory
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    return seen
 
 
 class TestWatch:
-    def test_the_least_of_all_samples(self, run, cards) -> None:
-        status, text, _ = run("watch", "0.6")
-        assert status == 0
-        assert "0 NVIDIA Test 85.9 GB 3.22 GB" in text and "1 NVIDIA Test 85.9 GB 7.52 GB" in text
+    def test_it_ends_after_so_many_seconds(self, run, cards) -> None:
+        status, text, _ = run("watch", "0.6", "--json")
+        assert status == 0 and [card["number"] for card in json.loads(text)] == [0, 1]
 
-    def test_ctrl_c_shows_them(self, run, cards, monkeypatch) -> None:
+    def test_ctrl_c_shows_the_least_of_all_samples(self, run, cards, monkeypatch) -> None:
         def interrupt(_: float) -> None:
+            assert cards.wait(60)
             raise KeyboardInterrupt
 
         clock = SimpleNamespace(monotonic=time.monotonic, sleep=interrupt)
         monkeypatch.setattr(sys.modules["kvtier.cli.watch"], "time", clock)
-        status, text, _ = run("watch", "--json")
-        assert status == 0 and [card["number"] for card in json.loads(text)] == [0, 1]
+        status, text, _ = run("watch")
+        assert status == 0
+        assert "0 NVIDIA Test 85.9 GB 3.22 GB" in text and "1 NVIDIA Test 85.9 GB 7.52 GB" in text
 
     def test_no_cards(self, run, cards, monkeypatch) -> None:
         def fail() -> None:
