@@ -154,7 +154,7 @@ def _show_session(found: StoreReport, wanted: str, *, as_json: bool) -> None:
     if len(hits) != 1:
         raise StoreError(
             f"{none_or(len(hits))} sessions have a key that begins with {wanted!r}: "
-            "take one from the table of `kvtier inspect`, with more digits."
+            f"take one from the table of `kvtier inspect`{', with more digits' if hits else ''}."
         )
     namespace, session = hits[0]
     document = _session_document(namespace, session)

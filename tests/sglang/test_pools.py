@@ -24,10 +24,7 @@ def start(tmp_path):
 @pytest.mark.parametrize(("stack", "layout", "io"), EVERY_LAYOUT)
 def test_restart_restores_every_byte(start, stack, layout, io):
     before = start(stack, layout=layout, io=io)
-    turn, tokens = before.prompt(stack.pages - 2), before.prompt()
-    for prompt in (turn, tokens):  # a conversation of two turns: two nodes, linked
-        before.compute(prompt)
-        before.store(prompt)
+    _, tokens = _two_turns(before)
     computed, backed_up = before.device_pages(tokens), before.host_pages(tokens)
     assert _sizes(computed) == _sizes(backed_up)  # no pool is read in part
     before.close()
@@ -38,6 +35,15 @@ def test_restart_restores_every_byte(start, stack, layout, io):
     assert_same_pages(after.host_pages(tokens), backed_up, needed)
     assert after.load_back(tokens) == len(tokens)
     assert_same_pages(after.device_pages(tokens), computed, needed)
+
+
+def _two_turns(engine):
+    """A conversation, computed and stored: its first turn and both, as two linked nodes."""
+    turn, tokens = engine.prompt(engine.stack.pages - 2), engine.prompt()
+    for prompt in (turn, tokens):
+        engine.compute(prompt)
+        engine.store(prompt)
+    return turn, tokens
 
 
 def _sizes(pages):
@@ -73,10 +79,7 @@ def test_another_question_on_the_same_context_takes_the_common_turn(start, stack
 def test_the_rest_of_a_prompt_comes_from_the_store(start, stack):
     """The first turn is computed again; only the second is read."""
     before = start(stack)
-    turn, tokens = before.prompt(before.stack.pages - 2), before.prompt()
-    for prompt in (turn, tokens):
-        before.compute(prompt)
-        before.store(prompt)
+    turn, tokens = _two_turns(before)
     backed_up = before.host_pages(tokens)
     before.close()
 
@@ -98,10 +101,7 @@ def test_the_rest_of_a_prompt_comes_from_the_store(start, stack):
 @pytest.mark.parametrize("stack", STACKS)
 def test_what_left_gpu_and_host_memory_comes_back_without_a_restart(start, stack):
     engine = start(stack)
-    turn, tokens = engine.prompt(engine.stack.pages - 2), engine.prompt()
-    for prompt in (turn, tokens):
-        engine.compute(prompt)
-        engine.store(prompt)
+    _, tokens = _two_turns(engine)
     backed_up = engine.host_pages(tokens)
     engine.wait_until_seen(engine.page_keys(tokens))
     engine.evict()
@@ -150,10 +150,7 @@ def test_host_memory_as_a_buffer(start, stack):
     """SGLang then hands host pages back at once, keeps its own account of what is stored, and
     reads staged pages straight to the device."""
     before = start(stack, host_memory="buffer_only")
-    turn, tokens = before.prompt(before.stack.pages - 2), before.prompt()
-    for prompt in (turn, tokens):
-        before.compute(prompt)
-        before.store(prompt)
+    _, tokens = _two_turns(before)
     computed = before.device_pages(tokens)
     before.close()
 
@@ -184,10 +181,7 @@ def test_a_faulty_storage_never_gives_wrong_bytes(start, monkeypatch, stack):
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.005")
     before = start(stack)
-    turn, tokens = before.prompt(before.stack.pages - 2), before.prompt()
-    for prompt in (turn, tokens):
-        before.compute(prompt)
-        before.store(prompt)
+    _, tokens = _two_turns(before)
     computed = before.device_pages(tokens)
     before.close()
 
