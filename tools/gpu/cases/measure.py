@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import statistics
 import threading
 import time
@@ -14,12 +13,10 @@ from typing import Any
 
 from cases.server import Answer, Logprobs, Server
 from cases.store import forget, settle
+from kvtier.integration.probes.client import prompt
 
 Result = dict[str, Any]
 """Figures of one case, as they go into the JSON file."""
-
-VOCABULARY = range(10, 500)
-"""Token ids that every model here has."""
 
 PAGE = 256
 """Tokens a page of the DeepSeek models, to which `remainders` refer."""
@@ -29,11 +26,8 @@ WINDOW = 128
 
 LOAD_SESSIONS, LOAD_OUTPUT = 4, 192
 
-
-def prompt(seed: object, count: int) -> list[int]:
-    """`count` token ids, the same for the same seed."""
-    generator = random.Random(str(seed))
-    return generator.choices(VOCABULARY, k=count)
+RESTORES = 3
+"""Of each long prompt from the drive: after the kill, then with the caches emptied."""
 
 
 def warm_up(server: Server, seed: str) -> None:
@@ -86,7 +80,9 @@ class Restart:
         server, result = self.server, self.result
         warm_up(server, "first warm-up")
         if self.case.pages:
-            result["pages"] = check_pages_under_load(server)
+            result["pages"] = {"load": check_pages_under_load(server, "load")}
+            with server.asking("slow"):
+                result["pages"]["load, slow copies"] = check_pages_under_load(server, "slow")
         for length in self.lengths:
             tokens = prompt(f"session {length}", length)
             self.cold[length] = server.ask(tokens)
@@ -167,26 +163,44 @@ class Restart:
         for length in self.case.tokens:
             again = server.ask(prompt(f"session {length}", length))
             self.result["prompts"][length]["restored_again"] = again.row()
+        if self.case.pages:
+            self.result["pages"]["restored"] = server.check_pages()
+        self.restore_more()
+        if self.case.pages:
+            self.store_early()
+
+    def restore_more(self) -> None:
+        for _ in range(RESTORES - 1):
+            for length in self.case.tokens:
+                self.server.flush()
+                forget(self.server.store)
+                again = self.server.ask(prompt(f"session {length}", length))
+                self.result["prompts"][length].setdefault("restored_more", []).append(again.row())
+
+    def store_early(self) -> None:
+        """The control of the comparison. What it leaves in the store is wrong, so it comes last."""
+        self.server.flush()
+        with self.server.asking("slow"), self.server.asking("early"):
+            self.result["pages"]["control: stored early"] = check_pages_under_load(
+                self.server, "early"
+            )
 
     def without_patch(self, tokens: Sequence[int]) -> Result:
         """The same prompt restored as SGLang would without kvtier's patch of its prefetch."""
         server = self.server
         server.flush()
         forget(server.store)
-        with server.unpatched():
+        with server.asking("unpatched"):
             return server.ask(tokens).row()
 
 
-def check_pages_under_load(server: Server) -> list[Result]:
+def check_pages_under_load(server: Server, seed: str) -> list[Result]:
     """Prefill, decode and backups at once; then stored pages against those on the device."""
-    prompts = [prompt(f"load {number}", server.case.medium) for number in range(LOAD_SESSIONS)]
+    prompts = [prompt(f"{seed} {number}", server.case.medium) for number in range(LOAD_SESSIONS)]
     with ThreadPoolExecutor(LOAD_SESSIONS) as pool:
         list(pool.map(lambda tokens: server.ask(tokens, LOAD_OUTPUT), prompts))
     settle(server.store)
     return server.check_pages()
-
-
-# --- a stream beside a restore --------------------------------------------------------------------
 
 
 def stream_beside_restore(server: Server) -> Result:

@@ -28,7 +28,7 @@ class Case:
     use. `tokens`: lengths of the prompts that are restored after a restart. `remainders`: prompts
     of whole pages of 256 tokens and so many more are restored, too. `decode` measures a running
     stream beside a restore; `pages` compares stored pages with those on the device. `medium` is
-    the length of all other prompts: warm-up, load, remainders.
+    the length of all other prompts: warm-up, load, remainders. `store` are kvtier's settings.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Case:
     decode: bool = False
     pages: bool = False
     medium: int = 12_000
+    store: Mapping[str, object] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -71,9 +72,9 @@ def dense(tier: str | None, cards: Cards, **rest: Any) -> Case:
                 arguments=arguments, **rest)  # fmt: skip
 
 
-def swa(tier: str, cards: Cards) -> Case:
+def swa(tier: str | None, cards: Cards, **rest: Any) -> Case:
     return Case(f"swa-tp{len(cards)}-{tier}", MODELS / "swa", tier, cards, len(cards), LONG,
-                arguments=SWA)  # fmt: skip
+                arguments=SWA, **rest)  # fmt: skip
 
 
 def one_card(cards: Cards) -> list[Case]:
@@ -83,14 +84,25 @@ def one_card(cards: Cards) -> list[Case]:
         dense("kvtier", first, decode=True, pages=True),
         dense("file", first, decode=True),
         dense(None, last, decode=True),
-        swa("kvtier", last),
+        swa("kvtier", last, pages=True),
         swa("file", last),
     ]
 
 
 def split(cards: Cards) -> list[Case]:
     """Each model split over all cards."""
-    return [make(tier, cards) for make in (dense, swa) for tier in ("kvtier", "file")]
+    return [
+        dense("kvtier", cards, pages=True),
+        replace(
+            dense("kvtier", cards),
+            name=f"dense-tp{len(cards)}-page-cache",
+            store={"direct_io": False},
+        ),
+        dense("file", cards),
+        swa("kvtier", cards, pages=True, decode=True),
+        swa("file", cards, decode=True),
+        swa(None, cards, decode=True),
+    ]
 
 
 def deepseek(cards: Cards) -> list[Case]:
@@ -107,7 +119,7 @@ def deepseek(cards: Cards) -> list[Case]:
         "v4-encoder-replay": ("dsv4", encoder),
     }
     cases = [
-        Case(name, MODELS / model, "kvtier", (card,), 1, (20_000,), REMAINDERS,
+        Case(name, MODELS / model, "kvtier", (card,), 1, (20_000,), REMAINDERS, pages=True,
              arguments=(*V4, *extra), environment=FP8_EXPERTS)
         for (name, (model, *extra)), card in zip(configurations.items(), cycle(cards))
     ]  # fmt: skip
@@ -117,17 +129,23 @@ def deepseek(cards: Cards) -> list[Case]:
     return [
         *cases,
         replace(v4, name="v4-short", tokens=(1_470,), medium=1_500),
-        replace(v41, name="v4.1-none", tier=None),
+        replace(v41, name="v4.1-none", tier=None, pages=False),
+        replace(v41, name=f"v4.1-tp{len(cards)}", gpus=cards, tp=len(cards)),
     ]
 
 
 def dry(_: Cards) -> list[Case]:
-    """For trying the scripts where no GPU is: a small model and short prompts."""
-    model = Path(__file__).parents[3] / "tests" / "models" / "llama"
+    """For trying the scripts where no GPU is: small models and short prompts."""
+    models = Path(__file__).parents[3] / "tests" / "models"
     small: dict[str, Any] = {"tokens": (2000,), "remainders": (1, 127), "medium": 600}
+    # torch_native looks into the window's pool with slots of the full one.
+    swa = ("--swa-full-tokens-ratio", "1.0")
+    two: dict[str, Any] = {"tp": 2, "environment": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
     return [
-        Case("dry-kvtier", model, "kvtier", decode=True, pages=True, **small),
-        Case("dry-none", model, None, decode=True, **small),
+        Case("dry-kvtier", models / "llama", "kvtier", decode=True, pages=True, **small),
+        Case("dry-swa", models / "swa", "kvtier", pages=True, arguments=swa, **small),
+        Case("dry-tp2", models / "llama", "kvtier", pages=True, **two, **small),
+        Case("dry-none", models / "llama", None, decode=True, **small),
     ]
 
 

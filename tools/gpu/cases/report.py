@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
-TIMES = ("cold", "device", "restored", "restored_again")
+TIMES = ("cold", "device", "restored", "restored_more", "restored_again")
 
 
 def table(results: dict[str, Any]) -> str:
-    lines = ["case | tokens | cold s | device s | restored s | again s | from store | "
+    lines = ["case | tokens | cold s | device s | restored s | more | again s | from store | "
              "dlogprob to device, cold | control"]  # fmt: skip
     for name, result in results.items():
         control = result.get("control", {}).get("logprob")
@@ -38,13 +39,18 @@ def notes(name: str, result: dict[str, Any]) -> list[str]:
     if "stored" in result:
         lines.append(f"    stored {result['stored']}, starts {result.get('start_s')}")
     lines += [f"    stream {key}: {value}" for key, value in result.get("stream", {}).items()]
-    lines += [f"    pages {report}" for report in result.get("pages", ())]
+    for when, ranks in result.get("pages", {}).items():
+        lines += [f"    pages, {when}: {rank}" for rank in ranks]
     lines += [f"{name} {key}: {result[key]}" for key in ("left_out", "error") if key in result]
     return lines
 
 
-def seconds(answer: dict[str, Any] | None) -> str:
-    return "-" if answer is None else f"{answer['first_token_s']:.3f}"
+def seconds(answer: dict[str, Any] | list[dict[str, Any]] | None) -> str:
+    """Of one answer; the median of several."""
+    if answer is None:
+        return "-"
+    answers = answer if isinstance(answer, list) else [answer]
+    return f"{median(one['first_token_s'] for one in answers):.3f}"
 
 
 def change(row: dict[str, Any], key: str) -> str:

@@ -95,7 +95,8 @@ class Server:
                 "hicache-storage-prefetch-policy": "wait_complete",
             }
         if case.tier == "kvtier":
-            options["hicache-storage-backend-extra-config"] = json.dumps({"root": str(self.store)})
+            settings = {"root": str(self.store), **case.store}
+            options["hicache-storage-backend-extra-config"] = json.dumps(settings)
         switches = ["--skip-tokenizer-init", "--skip-server-warmup", "--enable-cache-report"]
         if case.tier is not None:
             switches.append("--enable-hierarchical-cache")
@@ -223,9 +224,10 @@ class Server:
         self._open("POST", "/flush_cache?timeout=30").close()
 
     @contextlib.contextmanager
-    def unpatched(self) -> Iterator[None]:
-        """Without kvtier's patch of the prefetch (probe plugin)."""
-        marker = self.folder / "probe.unpatched"
+    def asking(self, what: str) -> Iterator[None]:
+        """While the probe plugin is to do something: copy from the device `slow`ly, store `early`,
+        prefetch `unpatched`, compare `pages`."""
+        marker = self.folder / f"probe.{what}"
         marker.touch()
         try:
             yield
@@ -233,10 +235,18 @@ class Server:
             marker.unlink()
 
     def check_pages(self) -> list[dict[str, Any]]:
-        """Have every rank compare the pages it stored with those on its device (probe plugin)."""
-        self._open("GET", "/server_info", timeout=120).close()
-        reports = sorted(self.folder.glob("probe.*.json"))
-        return [json.loads(report.read_text()) for report in reports]
+        """Have every rank compare the pages on its device with the stored ones (probe plugin)."""
+        files = [self.folder / f"probe.{rank}.json" for rank in range(self.case.tp)]
+        for file in files:
+            file.unlink(missing_ok=True)
+        until = time.monotonic() + self.patience
+        with self.asking("pages"):
+            self._open("GET", "/server_info", timeout=self.patience).close()
+            while not all(file.exists() for file in files):
+                if time.monotonic() > until:
+                    raise ServerError(f"not every rank compared its pages: {self.error()}")
+                time.sleep(0.05)
+        return [json.loads(file.read_text()) for file in files]
 
     def _open(
         self, method: str, path: str, body: object = None, timeout: float | None = None

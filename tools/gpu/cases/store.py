@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.integration.probes import restore
+
 STILL = 1.5
 """Seconds without a change after which a tier counts as having written everything."""
 
@@ -43,10 +45,4 @@ def settle(store: Path, timeout: float = 60) -> tuple[Size, float]:
 def forget(store: Path) -> None:
     """Drop the page cache of the tier's files, so that reads come from the drive."""
     os.sync()
-    for path in store.rglob("*"):
-        if path.is_file():
-            file = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(file)
+    restore.forget(store)

@@ -3,6 +3,7 @@
 # folders small enough for machines that take small transfers only.
 #
 #   build.sh FOLDER          (default: .kit) makes FOLDER/0, FOLDER/1, ... each below 60 MB
+#   refresh.sh FOLDER        after a change of kvtier or the cases: makes the last one anew
 #
 # Needs Python 3.12 (PYTHON), zstd, binutils; about 15 GB of disk and 10 minutes on two cores.
 set -eu
@@ -35,7 +36,6 @@ pack large $large
 # shellcheck disable=SC2046
 pack rest $(for path in $large; do echo "--exclude=./$path"; done) .
 
-# What changes between runs travels last: kvtier, the cases, compiled kernels; and short parts.
 number=0
 mkdir "$kit/last"
 for part in "$kit"/packed/*; do
@@ -47,15 +47,5 @@ for part in "$kit"/packed/*; do
         number=$((number + 1))
     fi
 done
-last=$kit/$number
-mv "$kit/last" "$last"
-"$kit/venv/bin/uv" pip install -q --python "$kit/venv/bin/python" --no-deps \
-    --target "$last/kvtier" "$repo"
-"$kit/venv/bin/uv" pip install -q --python "$kit/venv/bin/python" --no-deps \
-    --target "$last/kvtier" "$repo/tools/gpu/probe"
-mkdir "$last/unpacker"
-cp -r "$kit/site/zstandard" "$last/unpacker/"
-cp -r "$repo/tools/gpu/cases" "$repo/tools/gpu/models" "$here/unpack.sh" "$here/env.sh" "$last/"
-[ ! -f "$kit/jit.tar.gz" ] || cp "$kit/jit.tar.gz" "$last/"
-find "$last" -name __pycache__ -prune -exec rm -r {} +
-du -sb "$kit"/[0-9]*
+mv "$kit/last" "$kit/$number" # short parts, and what changes between runs
+"$here/refresh.sh" "$kit"

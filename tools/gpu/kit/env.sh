@@ -2,6 +2,7 @@
 KIT=${KIT:-/tmp/kit}
 export KIT
 export PYTHONPATH="$KIT/kvtier:$KIT/site:$KIT/site/nvidia_cutlass_dsl/dsl_packages:$KIT"
+export PATH="$KIT/bin:$PATH"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 export CUDA_HOME="${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")}"
 # The cuDNN of the machine is not the one that torch was built with; nothing here uses it.

@@ -2,9 +2,9 @@
 
 SGLang copies pages from the device to host memory on a stream of its own, beside the model, and
 hands host pages to the store once it believes the copy complete. A page stored too early differs
-from the device's page, which does not change once it is computed. So every page that was stored
-is copied from the device again, with nothing else running, and compared with what the store
-returns.
+from the device's page, which does not change once it is computed. So each page that the tree still
+has on the device is copied from there again, with nothing else running, and compared with what the
+store returns for it: on every rank, in every pool.
 """
 
 from __future__ import annotations
@@ -12,114 +12,173 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvtier_gpu_probe.marks import PLACE, asked
+
 log = logging.getLogger(__name__)
 
 BATCH = 64
+"""Pages in a round: the comparison takes twice their room in host memory."""
 
-_copied: dict[int, int] = {}
-"""Of the KV pool: first host slot of a page -> first device slot it was copied from."""
-
-_stored: dict[str, int] = {}
-"""Key of a stored page -> first device slot."""
+_nodes: set[int] = set()
+"""Of the tree: those that were handed to the store or came from host memory."""
 
 
-def note_copy(host: Any, controller: Any, device_indices: Any, *_: Any, **__: Any) -> None:
-    """After HybridCacheController.write."""
-    if host is not None and os.environ.get("GPU_PROBE"):
-        size = controller.page_size
-        _copied.update(zip(host[::size].tolist(), device_indices[::size].tolist(), strict=True))
+def note_backup(_: Any, tree: Any, node_id: int, *__: Any, **___: Any) -> None:
+    """After UnifiedRadixCache.write_backup_storage."""
+    _nodes.add(node_id)
 
 
-def note_put(
-    controller: Any, host_indices: Any, token_ids: Any, hash_value: Any = None, *_: Any, **__: Any
-) -> None:
-    """Before HybridCacheController.write_storage."""
-    if hash_value and os.environ.get("GPU_PROBE"):
-        slots = host_indices[:: controller.page_size].tolist()
-        _stored.update(
-            (key, _copied[slot])
-            for key, slot in zip(hash_value, slots, strict=True)
-            if slot in _copied
-        )
+def note_load(_: Any, tree: Any, *, node_id: int, **__: Any) -> None:
+    """After UnifiedRadixCache._load_back_transfers."""
+    _nodes.add(node_id)
 
 
 def report(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
-    """After Scheduler.get_internal_state: compare, and write this rank's result."""
+    """After Scheduler.get_internal_state, if the client asked: write this rank's comparison."""
     from kvtier.integration.plugin import ours
 
-    place = os.environ.get("GPU_PROBE")
-    controller = getattr(scheduler.tree_cache, "cache_controller", None)
-    backend = ours(controller)
-    if not place or backend is None or not _stored:
+    backend = ours(getattr(scheduler.tree_cache, "cache_controller", None))
+    if backend is None or not asked("pages"):
         return
     try:
-        result = compare(controller, backend)
+        result = {"rank": backend.rank.tp_rank, "pools": compare(scheduler.tree_cache, backend)}
     except Exception as error:  # the server is to live on, and the client to see why
         log.exception("probe")
-        result = {"error": f"{type(error).__name__}: {error}"}
-    result["rank"] = backend.rank.tp_rank
-    Path(f"{place}.{backend.rank.tp_rank}.json").write_text(json.dumps(result))
+        result = {"rank": backend.rank.tp_rank, "error": f"{type(error).__name__}: {error}"}
+    unfinished = Path(f"{PLACE}.{backend.rank.tp_rank}.part")
+    unfinished.write_text(json.dumps(result))
+    unfinished.rename(unfinished.with_suffix(".json"))
 
 
-def compare(controller: Any, backend: Any) -> dict[str, int]:
-    """`pages` that the store has, how many of them are `different` from the device's, and, to
-    show that the comparison can tell, how many differ from the page stored next to them."""
+def compare(tree: Any, backend: Any) -> dict[str, dict[str, int]]:
+    """By pool: pages `on_device`, how many `pages` of them the store has, how many of these are
+    `different`, and, to show that the comparison can tell, how many differ from the page before
+    them (`neighbours`)."""
     backend.flush(60)
-    pool = backend.pools["kv"].pool
-    counts = {"stored": len(_stored), "pages": 0, "bytes": 0, "different": 0, "neighbours": 0}
-    # A device page that was freed and used again tells nothing about the first key.
-    latest = {slot: key for key, slot in _stored.items()}
-    items = [(key, slot) for slot, key in latest.items()]
-    for start in range(0, len(items), BATCH):
-        keys, slots = zip(*items[start : start + BATCH], strict=True)
-        fresh = pool.alloc(len(keys) * pool.page_size)
-        found = pool.alloc(len(keys) * pool.page_size)
-        if fresh is None or found is None:
-            raise RuntimeError("the host pool has no room for the comparison")
+    found: dict[str, dict[str, int]] = {}
+    for node in sorted(_live_nodes(tree.tree_core)):
+        for name, device, stored in _both(tree, backend, node):
+            counts = found.setdefault(
+                name, dict.fromkeys(("on_device", "pages", "bytes", "different", "neighbours"), 0)
+            )
+            counts["on_device"] += len(device)
+            for number, page in enumerate(stored):
+                if page is not None:
+                    counts["pages"] += 1
+                    counts["bytes"] += len(page)
+                    counts["different"] += page != device[number]
+                    counts["neighbours"] += page != device[number - 1]
+    return found
+
+
+def _live_nodes(core: Any) -> set[int]:
+    """Nodes of the tree on the paths to those that were noted."""
+    live = set()
+    for node in _nodes:
+        with suppress(KeyError):  # evicted, or the caches were emptied
+            (path,) = core.collect_path_info([node])
+            live |= {step.node_id for step in path}
+    return live
+
+
+def _both(tree: Any, backend: Any, node: int) -> Iterator[tuple[str, list[bytes], list[Any]]]:
+    """Of each pool that has bytes of a node on the device: its name, its pages there, and the
+    store's (None where it has none)."""
+    controller = tree.cache_controller
+    for kv, others in _parts(tree, node):
+        fresh = _allocate(controller, kv, others)
+        held = _allocate(controller, kv, others)
         try:
-            _copy_from_device(controller, slots, fresh)
-            here = backend.batch_get_v1(list(keys), found)
-            device, stored = _page_bytes(pool, fresh), _page_bytes(pool, found)
+            _copy_from_device(controller, fresh)
+            answers = backend.batch_get_v2([t for t in held if str(t.name) in backend.pools])
+            for here, there in zip(fresh, held, strict=True):
+                device = _page_bytes(controller, here)
+                if device and there.name in answers:
+                    arrived = zip(_page_bytes(controller, there), answers[there.name], strict=True)
+                    yield str(here.name), device, [page if ok else None for page, ok in arrived]
         finally:
-            pool.free(fresh)
-            pool.free(found)
-        for number, there in enumerate(here):
-            if there:
-                counts["pages"] += 1
-                counts["bytes"] += len(stored[number])
-                counts["different"] += stored[number] != device[number]
-                counts["neighbours"] += stored[number] != device[number - 1]
-    return counts
+            for kv_room, *other_rooms in (fresh, held):
+                controller.mem_pool_host.free(kv_room.host_indices)
+                controller.mem_pool_host.release_transfers(other_rooms)
 
 
-def _copy_from_device(controller: Any, slots: tuple[int, ...], host: torch.Tensor) -> None:
+def _parts(tree: Any, node: int) -> Iterator[tuple[Any, list[Any]]]:
+    """What of a node is on the device, with the keys of its pages: the KV pool's transfer and the
+    other pools', BATCH pages at a time; what is only kept for the node's end comes with the last.
+    """
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
+
+    # Meant for SGLang's other kind of storage, and the only view of a node that both of its trees,
+    # in Python and in Rust, give.
+    own = {t.name: t for t in tree.tree_core.build_external_linker_offload_transfers(node) or ()}
+    kv = own.pop(PoolName.KV, None)
+    if kv is None:
+        return
+    kinds = {ComponentType.SWA: PoolName.SWA, ComponentType.MAMBA: PoolName.MAMBA}
+    components = {kind: [own[name]] for kind, name in kinds.items() if name in own}
+    size = len(kv.device_indices) // len(kv.keys)
+    for start in range(0, len(kv.keys), BATCH):
+        part = replace(
+            kv,
+            keys=kv.keys[start : start + BATCH],
+            device_indices=kv.device_indices[start * size : (start + BATCH) * size],
+        )
+        ends = components if start + BATCH >= len(kv.keys) else {}
+        derived = tree._build_sidecar_transfers(CacheTransferPhase.BACKUP_HOST, part, ends)
+        yield part, [*(t for found in ends.values() for t in found), *derived]
+
+
+def _allocate(controller: Any, kv: Any, others: list[Any]) -> list[Any]:
+    """Room in host memory for the pages of these transfers, the KV pool's first."""
+    allocation = controller.allocate_host_transfers(
+        kv.device_indices, [replace(t, host_indices=None) for t in others] or None
+    )
+    if allocation is None:
+        raise RuntimeError("host memory has no room for the comparison")
+    host, resolved = allocation
+    return [replace(kv, host_indices=host), *(resolved or ())]
+
+
+def _copy_from_device(controller: Any, transfers: list[Any]) -> None:
     """As SGLang does it (managers/cache_controller.py, start_writing), alone on the device."""
     from sglang.srt.managers.cache_controller import CacheOperation
 
-    size = controller.page_size
-    device = (torch.tensor(slots)[:, None] + torch.arange(size)).reshape(-1)
-    device = device.to(controller.mem_pool_device_allocator.device)
-    operation = CacheOperation(host, device, -1)
-    host_moved, device_moved, transfers = controller._move_write_operation(operation)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    kv, *others = transfers
+    operation = CacheOperation(
+        kv.host_indices, kv.device_indices, -1, pool_transfers=others or None
+    )
+    moved = controller._move_write_operation(operation)
+    _wait_for_device()
     completion = controller.l2_transfer_engine.submit_device_to_host(
-        controller._l2_transfers(host_moved, device_moved, transfers)
+        controller._l2_transfers(*moved)
     )
     completion.finish_event.synchronize()
+    _wait_for_device()
+
+
+def _wait_for_device() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def _page_bytes(pool: Any, indices: torch.Tensor) -> list[bytes]:
-    pointers, sizes = pool.get_page_buffer_meta(indices)
-    count = len(indices) // pool.page_size
+def _page_bytes(controller: Any, transfer: Any) -> list[bytes]:
+    """The pages' bytes in host memory; nothing for a pool without bytes (DeepSeek V4's "kv")."""
+    pool = controller.mem_pool_host.get_entry(transfer.name).host_pool
+    meta = pool.get_page_buffer_meta(transfer.host_indices)
+    if not meta or not meta[0]:
+        return []
+    pointers, sizes = meta
+    count = len(transfer.keys)
     pieces = len(pointers) // count
     parts = [ctypes.string_at(p, int(s)) for p, s in zip(pointers, sizes, strict=True)]
     return [b"".join(parts[i * pieces : (i + 1) * pieces]) for i in range(count)]
