@@ -67,7 +67,9 @@ def cold(
 def restore(
     context: typer.Context,
     *,
-    url: Annotated[str, typer.Option(metavar="URL", help="Where it will answer.")] = DEFAULT_URL,
+    url: Annotated[
+        str, typer.Option("--url", metavar="URL", help="Where it will answer.")
+    ] = DEFAULT_URL,
     tokens: Annotated[int, typer.Option(min=256, help="Length of the session, about.")] = 20000,
     tolerance: Annotated[
         float,
