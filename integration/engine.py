@@ -96,7 +96,7 @@ def sharded_axes(name: str, pool: Any, config: HiCacheStorageConfig) -> tuple[st
 
 
 def shard_of(name: str, pool: Any, config: HiCacheStorageConfig) -> str:
-    """The label of this rank's shard of a pool; "" where every rank has the same bytes."""
+    """The label of this rank's shard of a pool; "" where every rank computes the same pages."""
     ranks = {
         "tp": config.tp_rank,
         "pp": config.pp_rank,
@@ -104,6 +104,15 @@ def shard_of(name: str, pool: Any, config: HiCacheStorageConfig) -> str:
         "dcp": config.dcp_rank,
     }
     return shard_label({axis: ranks[axis] for axis in sharded_axes(name, pool, config)})
+
+
+def copies(name: str, pool: Any, config: HiCacheStorageConfig) -> int:
+    """How many tensor parallel ranks compute the same pages of a pool.
+
+    Those need not have the same bytes: DeepSeek V4.1's kernels round differently from call to call
+    (docs/gpu-results.md), and one rank stores what all get back.
+    """
+    return 1 if "tp" in sharded_axes(name, pool, config) else int(config.tp_size)
 
 
 def is_writer(name: str, pool: Any, config: HiCacheStorageConfig) -> bool:

@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
+from kvtier import telemetry
 from kvtier.boundaries import restorable, run_length
 from kvtier.complaints import Complaints
 from kvtier.config import Config
@@ -222,6 +223,7 @@ class KvtierStorage(HiCacheStorage):  # type: ignore[misc] # SGLang is not typed
                     self._namespace = self._store.namespace(
                         self._identity(self._weights), self._columns[KV] if judges else None
                     )
+                    telemetry.KV_COPIES.set(engine.copies(KV, self.pools[KV].pool, self.rank))
         return self._namespace
 
     @contextmanager

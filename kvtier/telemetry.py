@@ -21,6 +21,11 @@ LIMIT_BYTES = Gauge(
     "What it may take: the lesser of limit and what min_free leaves",
     multiprocess_mode="mostrecent",
 )
+KV_COPIES = Gauge(
+    "kvtier_kv_copies",
+    "Ranks that compute the same KV pages; the first of them stores its own",
+    multiprocess_mode="max",
+)
 COMMITS = Counter("kvtier_commits", "Batches made durable")
 COMMIT_SECONDS = Histogram("kvtier_commit_seconds", "Time from a batch's first write to visible")
 UNCOMMITTED_BYTES = Gauge(

@@ -23,6 +23,7 @@ from kvtier.integration.probes.selfcheck import (
     Report,
     Result,
     control,
+    kv_copies,
     passage,
     require_restored,
     require_sense,
@@ -200,7 +201,10 @@ def measure(
         restored = require_restored(session.ask(client), session)
         after = client.metrics()
         report = Report(
-            (Result(*answers, restored),), tolerance, control(client, session, info, answers[0])
+            (Result(*answers, restored),),
+            tolerance,
+            control(client, session, info, answers[0]),
+            kv_copies(client),
         )
         require_sense(report)
         progress("stopping the server")

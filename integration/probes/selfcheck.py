@@ -61,6 +61,8 @@ class Report:
     tolerance: float
     control: float
     """How far another beginning moves the first prompt's log probabilities."""
+    copies: int
+    """Ranks that compute the same pages, of which one stores them."""
 
     @property
     def same(self) -> bool:
@@ -113,7 +115,7 @@ def check(client: Client, tokens: int, tolerance: float, progress: Progress) -> 
         results.append(Result(*answers, require_restored(one.ask(client), one)))
     progress("a prompt with another beginning")
     moved = control(client, passages[0], info, before[0][0])
-    report = Report(tuple(results), tolerance, moved)
+    report = Report(tuple(results), tolerance, moved, kv_copies(client))
     require_sense(report)
     return report
 
@@ -176,6 +178,10 @@ def control(client: Client, passage: Passage, info: dict[str, Any], computed: An
     return difference(Passage(tokens, passage.prefix).ask(client), computed)
 
 
+def kv_copies(client: Client) -> int:
+    return int(client.metrics().get("kvtier_kv_copies", 1))
+
+
 def require_sense(report: Report) -> None:
     """ProbeError if equal log probabilities would mean nothing, or cannot be expected."""
     if report.control <= report.tolerance:
@@ -189,4 +195,11 @@ def require_sense(report: Report) -> None:
         raise ProbeError(
             f"The same prompt from the device's cache, twice, is {noise:g} apart: no restore can "
             "be nearer; check while no other requests run, or give a --tolerance above that."
+        )
+    if not report.same and report.copies > 1:
+        raise ProbeError(
+            "Restored answers differ from those of the device's cache, but that may be rounding: "
+            f"the {report.copies} ranks of this server compute the same pages, each for itself, and "
+            "all get back the first one's. Here this check cannot tell; kvtier fsck checks what is "
+            "stored."
         )

@@ -108,6 +108,15 @@ class TestSelfcheck:
         status, _, error = run("selfcheck", served.url, "--tokens", "640")
         assert status == 2 and "cannot tell a wrong page" in error
 
+    def test_copies_that_ranks_compute_for_themselves(self, served: Served, run) -> None:
+        served.metrics += "kvtier_kv_copies 2.0\n"
+        status, text, _ = run("selfcheck", served.url, "--tokens", "640")
+        assert status == 0 and "The same" in text
+        served.wrong = 1e-9
+        status, text, error = run("selfcheck", served.url, "--tokens", "640")
+        assert (status, text) == (2, "")
+        assert "the 2 ranks of this server" in error and "kvtier fsck" in error
+
     def test_keys_are_sent_and_not_shown(self, served: Served, run, monkeypatch) -> None:
         served.key, served.admin_key = "secret", "more secret"
         monkeypatch.setenv("SGLANG_API_KEY", "secret")

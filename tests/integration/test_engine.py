@@ -234,6 +234,7 @@ def test_which_rank_holds_and_stores_what(name, pool, mla, axes, writes) -> None
     assert engine.shard_of(name, pool, rank) == axes
     assert engine.is_writer(name, pool, rank) is writes
     assert engine.is_writer(name, pool, replace(rank, tp_rank=0))
+    assert engine.copies(name, pool, rank) == (1 if "tp" in axes else 2)
 
 
 def test_context_parallel_ranks_hold_slices_of_their_own() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from pools import Engine
+from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
@@ -354,6 +355,7 @@ def test_a_replicated_pool_is_stored_once_and_read_by_all(start, attach) -> None
     assert other.batch_exists(keys(1)) == 1
     assert other.batch_get_v1(keys(1), slots(engine, "kv", 5)) == [True]
     assert page(engine, "kv", 5) == stored[0]
+    assert REGISTRY.get_sample_value("kvtier_kv_copies") == 2
 
 
 def test_each_tensor_parallel_rank_gets_its_own_heads(start, attach) -> None:

@@ -206,9 +206,8 @@ def check_pages_under_load(server: Server, seed: str) -> list[Result]:
 def stream_beside_restore(server: Server) -> Result:
     """Inter-token times of a stream while a new session is computed and backed up, and then an
     old one is restored; without a tier the old one is computed again."""
-    if server.case.tier is not None:
-        server.flush()
-        forget(server.store)
+    server.flush()
+    forget(server.store)
     old_tokens = max(server.case.tokens)
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:

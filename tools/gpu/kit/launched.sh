@@ -29,15 +29,15 @@ restored() { # NAME CARD PORT MODEL ARGUMENTS
 
 checked() { # NAME CARD PORT MODEL ARGUMENTS
     # shellcheck disable=SC2046
-    $(launch "$@") >"$out/$1.txt" 2>&1 &
+    $(launch "$@") >"$out/$1.log" 2>&1 &
     server=$!
     seconds=0
-    until grep -q 'ready after' "$out/$1.txt" || [ $((seconds += 1)) -gt 240 ]; do
+    until grep -q 'ready after' "$out/$1.log" || [ $((seconds += 1)) -gt 240 ]; do
         sleep 1
     done
     kvtier watch 20 --json >"$out/$1.watch.json" &
     watch=$!
-    kvtier selfcheck "http://127.0.0.1:$3" --tokens 20000 --json >"$out/$1.json" 2>>"$out/$1.txt"
+    kvtier selfcheck "http://127.0.0.1:$3" --tokens 20000 --json >"$out/$1.json" 2>"$out/$1.txt"
     echo "$1: selfcheck, status $?"
     wait "$watch"
     kvtier inspect "$work/$1" >>"$out/$1.txt"

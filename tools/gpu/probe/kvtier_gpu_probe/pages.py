@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 BATCH = 64
 """Pages in a round: the comparison takes twice their room in host memory."""
 
-_nodes: set[int] = set()
-"""Of the tree: those that were handed to the store or came from host memory."""
+_nodes: dict[str, set[int]] = {"computed": set(), "loaded": set()}
+"""Of the tree: those that were handed to the store, and the ends of what came from host memory."""
 
 
 def note_backup(_: Any, tree: Any, node_id: int, *__: Any, **___: Any) -> None:
     """After UnifiedRadixCache.write_backup_storage."""
-    _nodes.add(node_id)
+    _nodes["computed"].add(node_id)
 
 
 def note_load(_: Any, tree: Any, *, node_id: int, **__: Any) -> None:
     """After UnifiedRadixCache._load_back_transfers."""
-    _nodes.add(node_id)
+    _nodes["loaded"].add(node_id)
 
 
 def report(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
@@ -49,7 +49,7 @@ def report(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
     if backend is None or not asked("pages"):
         return
     try:
-        result = {"rank": backend.rank.tp_rank, "pools": compare(scheduler.tree_cache, backend)}
+        result = {"rank": backend.rank.tp_rank, **compare(scheduler.tree_cache, backend)}
     except Exception as error:  # the server is to live on, and the client to see why
         log.exception("probe")
         result = {"rank": backend.rank.tp_rank, "error": f"{type(error).__name__}: {error}"}
@@ -58,13 +58,23 @@ def report(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
     unfinished.rename(unfinished.with_suffix(".json"))
 
 
-def compare(tree: Any, backend: Any) -> dict[str, dict[str, int]]:
-    """By pool: pages `on_device`, how many `pages` of them the store has, how many of these are
-    `different`, and, to show that the comparison can tell, how many differ from the page before
-    them (`neighbours`)."""
+def compare(tree: Any, backend: Any) -> dict[str, dict[str, dict[str, int]]]:
+    """For `loaded` pages, and for those that were `computed` here, by pool: pages `on_device`, how
+    many `pages` of them the store has, how many of these are `different`, and, to show that the
+    comparison can tell, how many differ from the page before them (`neighbours`).
+
+    A computed page that the store had before may differ: what is stored first stays.
+    """
     backend.flush(60)
+    loaded = _paths(tree.tree_core, _nodes["loaded"])
+    computed = _paths(tree.tree_core, _nodes["computed"]) - loaded
+    found = {"loaded": _count(tree, backend, loaded), "computed": _count(tree, backend, computed)}
+    return {origin: pools for origin, pools in found.items() if pools}
+
+
+def _count(tree: Any, backend: Any, nodes: set[int]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
-    for node in sorted(_live_nodes(tree.tree_core)):
+    for node in sorted(nodes):
         for name, device, stored in _both(tree, backend, node):
             counts = found.setdefault(
                 name, dict.fromkeys(("on_device", "pages", "bytes", "different", "neighbours"), 0)
@@ -79,10 +89,10 @@ def compare(tree: Any, backend: Any) -> dict[str, dict[str, int]]:
     return found
 
 
-def _live_nodes(core: Any) -> set[int]:
-    """Nodes of the tree on the paths to those that were noted."""
+def _paths(core: Any, nodes: set[int]) -> set[int]:
+    """Nodes of the tree on the paths to these."""
     live = set()
-    for node in _nodes:
+    for node in nodes:
         with suppress(KeyError):  # evicted, or the caches were emptied
             (path,) = core.collect_path_info([node])
             live |= {step.node_id for step in path}
