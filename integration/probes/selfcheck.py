@@ -199,7 +199,7 @@ def require_sense(report: Report) -> None:
     if not report.same and report.copies > 1:
         raise ProbeError(
             "Restored answers differ from those of the device's cache, but that may be rounding: "
-            f"the {report.copies} ranks of this server compute the same pages, each for itself, and "
-            "all get back the first one's. Here this check cannot tell; kvtier fsck checks what is "
-            "stored."
+            f"the {report.copies} ranks of this server compute the same pages, each for itself, "
+            "and all get back the first one's. Here this check cannot tell; kvtier fsck checks "
+            "what is stored."
         )
