@@ -4,8 +4,8 @@
 #
 #   launched.sh OUT WORK FIRST-CARD LAST-CARD
 set -u
-out=$1 work=$2 first=$3 last=$4
-mkdir -p "$out" "$work"
+mkdir -p "$1" "$2"
+out=$(cd "$1" && pwd) work=$(cd "$2" && pwd) first=$3 last=$4
 cd "$KIT"
 # The probe's dummy weights: with SGLang's own, every prompt has the same answer.
 export SGLANG_PLUGINS=kvtier,kvtier_gpu_probe SGLANG_DSV4_FP4_EXPERTS=0
