@@ -9,7 +9,7 @@ one page earlier, where no window is: the same prompt after a restart matches no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -18,34 +18,42 @@ from kvtier.integration.patches.scheme import Hook, Patch
 
 
 def end_prefetch_where_matching_ends(
-    original: Callable[..., Any],
-    tree: Any,
-    request: Any,
-    last_host_node_id: Any,
-    new_input_tokens: Sequence[int],
-    *args: Any,
-    **kwargs: Any,
+    original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around UnifiedRadixCache.prefetch_from_storage, which gets N - 1 tokens of a prompt."""
+    """Around Scheduler._prefetch_kvcache, which asks the request how far it may match at most."""
     from kvtier.integration.plugin import ours
 
-    computed_again = tree.swa_reprefill_tail_tokens()
-    if computed_again and ours(tree.cache_controller) is not None:
-        end = len(new_input_tokens) - (computed_again - 1)
-        new_input_tokens = new_input_tokens[: max(0, end)]
-    return original(tree, request, last_host_node_id, new_input_tokens, *args, **kwargs)
+    tree = scheduler.tree_cache
+    if ours(getattr(tree, "cache_controller", None)) is None:
+        return original(scheduler, req, *args, **kwargs)
+    computed_again = tree.swa_reprefill_tail_tokens(req)
+    longest = req._compute_max_prefix_len
+
+    def longest_match(tokens: int) -> int:
+        return min(longest(tokens), max(0, tokens - computed_again))
+
+    req._compute_max_prefix_len = longest_match
+    try:
+        return original(scheduler, req, *args, **kwargs)
+    finally:
+        del req._compute_max_prefix_len
 
 
-_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_REQUEST = "sglang.srt.managers.schedule_batch.Req"
+_TREE = "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache"
 
 PATCH = Patch(
     hooks=(
         Hook(
-            f"{_TREE}.prefetch_from_storage",
+            f"{_SCHEDULER}._prefetch_kvcache",
             HookType.AROUND,
             end_prefetch_where_matching_ends,
-            ("self", "request", "last_host_node_id", "new_input_tokens"),
+            ("self", "req"),
         ),
     ),
-    relies_on=("sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.swa_reprefill_tail_tokens",),
+    relies_on=(
+        f"{_TREE}.swa_reprefill_tail_tokens(req)",
+        f"{_REQUEST}._compute_max_prefix_len(input_len)",
+    ),
 )

@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,7 @@ load_plugins()  # before any pool is imported: the plugins patch them
 
 import torch
 from sglang.kernels.ops.attention.fla.chunk_delta_h import CHUNK_SIZE
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictParams
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -457,6 +459,14 @@ class Engine(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
         )
         self._run_prefetch_to_completion(self.cache, handle, timeout=DEADLINE_S)
         return self.matched(tokens)
+
+    def prefetch_as(self, prefetch: Callable[..., Any], req: Req) -> None:
+        """The same by the scheduler's own function, for a request of its own."""
+        scheduler = SimpleNamespace(
+            enable_hicache_storage=True, enable_lmcache=False, tree_cache=self.cache
+        )
+        prefetch(scheduler, req)
+        self._run_prefetch_to_completion(self.cache, req.cache_request_handle, timeout=DEADLINE_S)
 
     def matched(self, tokens: Sequence[int]) -> int:
         """Tokens of a prompt that need not be computed."""

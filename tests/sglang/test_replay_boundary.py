@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from unittest import mock
+import inspect
+from array import array
 
 import pytest
 from pools import STACKS, Engine, engines
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from kvtier.collection import collect
 from kvtier.index import Index
@@ -14,6 +18,7 @@ from kvtier.layout import Layout
 STACK = STACKS["deepseek-v4.1"]
 PAGE = STACK.config.page_size
 WINDOW = STACK.config.sliding_window_size
+PROMPT = STACK.pages * PAGE
 
 
 @pytest.fixture
@@ -22,9 +27,11 @@ def start(tmp_path):
         yield start
 
 
-def matched_after_restart(start, beyond: int, patched: bool = True) -> int:
+def matched_after_restart(
+    start, beyond: int, patched: bool = True, scored_from: int | None = None
+) -> int:
     """Tokens that a prompt of whole pages and `beyond` more need not compute, after superseded
-    tails were dropped."""
+    tails were dropped. `scored_from`: where the log probabilities that it asks for begin."""
     before = start(STACK)
     pages = before.prompt()
     before.compute(pages)
@@ -35,19 +42,26 @@ def matched_after_restart(start, beyond: int, patched: bool = True) -> int:
 
     after: Engine = start(STACK)
     after.cache.decoder_swa_bounded_replay = True
-    tokens = [*pages, *range(900_000, 900_000 + beyond)]
-    tail = after.cache.swa_reprefill_tail_tokens() if patched else 0
-    with mock.patch.object(after.cache, "swa_reprefill_tail_tokens", return_value=tail):
-        after.prefetch(tokens[:-1])  # as Scheduler._prefetch_kvcache
-    return after.matched(tokens[:-WINDOW])  # as mem_cache.common._req_radix_key
+    tokens = array("q", [*pages, *range(900_000, 900_000 + beyond)])
+    req = Req("r", "", tokens, SamplingParams(), return_logprob=scored_from is not None)
+    if scored_from is not None:
+        req.logprob_start_len = scored_from
+    prefetch = Scheduler._prefetch_kvcache
+    after.prefetch_as(prefetch if patched else inspect.unwrap(prefetch), req)
+    req.init_next_round_input(after.cache)
+    return int(req.prefix_len + req.host_hit_length)
 
 
 @pytest.mark.parametrize(("beyond", "pages"), [(1, -1), (WINDOW - 1, -1), (WINDOW, 0), (200, 0)])
 def test_the_prompt_matches_up_to_its_last_usable_page(start, beyond, pages):
-    assert matched_after_restart(start, beyond) == (STACK.pages + pages) * PAGE
+    assert matched_after_restart(start, beyond) == PROMPT + pages * PAGE
 
 
 @pytest.mark.parametrize("beyond", [1, WINDOW - 1])
 def test_without_the_patch_it_matches_nothing(start, beyond):
     """Once this fails, SGLang has mended it and the patch can go."""
     assert matched_after_restart(start, beyond, patched=False) == 0
+
+
+def test_a_request_for_log_probabilities_matches_up_to_where_they_begin(start):
+    assert matched_after_restart(start, 200, scored_from=PROMPT) == PROMPT

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from types import MethodType
 from typing import Any
-from unittest import mock
+
+from sglang.srt.managers.scheduler import Scheduler
 
 from kvtier_gpu_probe.marks import asked
 
 
 def maybe_unpatched(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around Scheduler._prefetch_kvcache: while the client's marker is there, the tree's
-    prefetch_from_storage is SGLang's own function."""
-    if not asked("unpatched"):
-        return original(scheduler, *args, **kwargs)
-    tree = scheduler.tree_cache
-    upstream = MethodType(inspect.unwrap(type(tree).prefetch_from_storage), tree)
-    with mock.patch.object(tree, "prefetch_from_storage", upstream):
-        return original(scheduler, *args, **kwargs)
+    """Around Scheduler._prefetch_kvcache: while the client's marker is there, SGLang's own."""
+    prefetch = inspect.unwrap(Scheduler._prefetch_kvcache) if asked("unpatched") else original
+    return prefetch(scheduler, *args, **kwargs)
