@@ -5,12 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from sglang.srt.managers.scheduler import Scheduler
-
 from kvtier_gpu_probe.marks import asked
 
 
 def maybe_unpatched(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Around Scheduler._prefetch_kvcache: while the client's marker is there, SGLang's own."""
-    prefetch = inspect.unwrap(Scheduler._prefetch_kvcache) if asked("unpatched") else original
-    return prefetch(scheduler, *args, **kwargs)
+    upstream = inspect.unwrap(type(scheduler)._prefetch_kvcache)
+    return (upstream if asked("unpatched") else original)(scheduler, *args, **kwargs)
