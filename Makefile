@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core lint bench-quick crash retention-sim clean setup-core setup-sglang
+.PHONY: help demo test test-core test-oldest lint bench-quick crash retention-sim clean setup-core setup-sglang
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +18,12 @@ test: setup-sglang ## the whole suite, with real SGLang servers
 
 test-core: setup-core ## the tests that need no SGLang
 	$(BIN)/python -m pytest --ignore=tests/sglang --ignore=tests/integration $(ARGS)
+
+test-oldest: setup-core ## the same with the oldest libraries that pyproject.toml allows
+	@$(PYTHON) -m venv build/oldest
+	@build/oldest/bin/pip install -q $$($(BIN)/python requirements/oldest.py) -e . \
+	    pytest pytest-timeout hypothesis
+	build/oldest/bin/python -m pytest --ignore=tests/sglang --ignore=tests/integration $(ARGS)
 
 lint: setup-core ## ruff and mypy
 	$(BIN)/ruff check .

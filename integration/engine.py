@@ -107,12 +107,12 @@ def shard_of(name: str, pool: Any, config: HiCacheStorageConfig) -> str:
 
 
 def copies(name: str, pool: Any, config: HiCacheStorageConfig) -> int:
-    """How many tensor parallel ranks compute the same pages of a pool.
+    """How many ranks compute the same pages of a pool, of which one stores what all get back.
 
-    Those need not have the same bytes: DeepSeek V4.1's kernels round differently from call to call
-    (docs/gpu-results.md), and one rank stores what all get back.
+    They need not have the same bytes: two ranks of DeepSeek V4.1 did not (docs/gpu-results.md).
     """
-    return 1 if "tp" in sharded_axes(name, pool, config) else int(config.tp_size)
+    sharded = "tp" in sharded_axes(name, pool, config)
+    return 1 if sharded else int(config.tp_size) // max(1, int(config.dcp_size))
 
 
 def is_writer(name: str, pool: Any, config: HiCacheStorageConfig) -> bool:

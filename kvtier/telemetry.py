@@ -24,7 +24,7 @@ LIMIT_BYTES = Gauge(
 KV_COPIES = Gauge(
     "kvtier_kv_copies",
     "Ranks that compute the same KV pages; the first of them stores its own",
-    multiprocess_mode="max",
+    multiprocess_mode="mostrecent",
 )
 COMMITS = Counter("kvtier_commits", "Batches made durable")
 COMMIT_SECONDS = Histogram("kvtier_commit_seconds", "Time from a batch's first write to visible")

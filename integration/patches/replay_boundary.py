@@ -26,8 +26,8 @@ def end_prefetch_where_matching_ends(
     tree = scheduler.tree_cache
     if ours(getattr(tree, "cache_controller", None)) is None:
         return original(scheduler, req, *args, **kwargs)
-    computed_again = tree.swa_reprefill_tail_tokens(req)
-    longest = req._compute_max_prefix_len
+    computed_again: int = tree.swa_reprefill_tail_tokens(req)
+    longest: Callable[[int], int] = req._compute_max_prefix_len
 
     def longest_match(tokens: int) -> int:
         return min(longest(tokens), max(0, tokens - computed_again))

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.cli.common import AsJson, count, out, progress
-from kvtier.cli.selfcheck import document, verdict
+from kvtier.cli.selfcheck import document, status_of, verdict
 from kvtier.cli.served import DEFAULT_URL, AdminKey, Key, Url
 from kvtier.cli.watch import table
 from kvtier.errors import ConfigError
@@ -83,7 +83,8 @@ def restore(
 
     What follows `--` starts the server and stays in the foreground. The page cache of the store's
     and of the model's files is dropped between the two lives, as far as they are on this machine.
-    The server is stopped at the end. Exit status 1 if what was restored is not what was computed.
+    The server is stopped at the end. Exit status 1 if what was restored is not what was computed,
+    2 if that cannot be told.
 
     Examples:
 
@@ -103,8 +104,7 @@ def restore(
         print(json.dumps(_restore_document(found), indent=2))
     else:
         _show_restore(found)
-    if not found.report.same:
-        raise typer.Exit(1)
+    raise typer.Exit(status_of(found.report))
 
 
 def _show_restore(found: Restore) -> None:

@@ -51,8 +51,12 @@ def selfcheck(
         print(json.dumps(document(report), indent=2))
     else:
         _show(report)
-    if not report.same:
-        raise typer.Exit(1)
+    raise typer.Exit(status_of(report))
+
+
+def status_of(report: Report) -> int:
+    """The exit status: 0 the same, 1 different, 2 not to be told."""
+    return 0 if report.same else 2 if report.undecided else 1
 
 
 def _show(report: Report) -> None:
@@ -75,6 +79,12 @@ def _show(report: Report) -> None:
 
 def verdict(report: Report) -> str:
     """One sentence, marked up."""
+    if report.undecided:
+        return (
+            f"[yellow]Not decided:[/] what came from the store is not to the last bit what the "
+            f"device's cache held, but the {report.copies} ranks of this server compute the same "
+            "pages each for itself, and all got back the first one's: a --tolerance decides."
+        )
     exactly = f"within {report.tolerance:g}" if report.tolerance else "to the last bit"
     if not report.same:
         return (
@@ -95,6 +105,8 @@ def document(report: Report) -> dict[str, Any]:
     """For JSON."""
     return {
         "same": report.same,
+        "undecided": report.undecided,
+        "copies": report.copies,
         "tolerance": report.tolerance,
         "control": _finite(report.control),
         "prompts": [

@@ -112,10 +112,15 @@ class TestSelfcheck:
         served.metrics += "kvtier_kv_copies 2.0\n"
         status, text, _ = run("selfcheck", served.url, "--tokens", "640")
         assert status == 0 and "The same" in text
-        served.wrong = 1e-9
-        status, text, error = run("selfcheck", served.url, "--tokens", "640")
-        assert (status, text) == (2, "")
-        assert "the 2 ranks of this server" in error and "kvtier fsck" in error
+        served.wrong = 0.5
+        status, text, _ = run("selfcheck", served.url, "--tokens", "640")
+        assert status == 2 and "Not decided:" in text and "the 2 ranks" in text
+        assert "0.5" in text  # the figures are shown
+        status, text, _ = run("selfcheck", served.url, "--tokens", "640", "--json")
+        assert (status, json.loads(text)["undecided"]) == (2, True)
+        for tolerance, wanted in (("0.6", 0), ("0.1", 1)):
+            options = ("--tokens", "640", "--tolerance", tolerance)
+            assert run("selfcheck", served.url, *options)[0] == wanted
 
     def test_keys_are_sent_and_not_shown(self, served: Served, run, monkeypatch) -> None:
         served.key, served.admin_key = "secret", "more secret"

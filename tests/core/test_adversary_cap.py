@@ -191,7 +191,8 @@ def test_a_collection_imports_nothing_from_the_working_directory(
 ) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('not this one')")
     monkeypatch.chdir(tmp_path)
-    store = Store.open(settings(tmp_path / "root", limit=CAP, grace=0.0, commit_size=MIB))
+    changes = {"limit": CAP, "grace": 0.0, "commit_size": MIB, "put_deadline": PATIENCE}
+    store = Store.open(settings(tmp_path / "root", **changes))
     _fill(store, store.namespace(IDENTITY, KV), "any")
     assert not store.failures
     store.close()

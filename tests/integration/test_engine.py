@@ -243,3 +243,4 @@ def test_context_parallel_ranks_hold_slices_of_their_own() -> None:
     rank = replace(ONE_RANK, is_mla_model=True, tp_rank=3, tp_size=4, dcp_rank=1, dcp_size=2,
                    logical_page_size=128)  # fmt: skip
     assert engine.shard_of("kv", OTHER, rank) == "dcp1"
+    assert engine.copies("kv", OTHER, rank) == 2

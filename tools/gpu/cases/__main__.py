@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -67,6 +68,8 @@ class Run:
 
     def start_all(self, again: bool = False) -> None:
         started = [r for r in self.alive() if r.lengths or not again]
+        if again and self.over:
+            return
         for restart in started:
             restart.server.launch()
         with ThreadPoolExecutor(len(started) or 1) as pool:
@@ -83,11 +86,15 @@ class Run:
 
     # Measuring
 
+    @property
+    def over(self) -> bool:
+        return time.monotonic() - self.began > self.options.limit
+
     def each(self, step: str, function: Callable[[Restart], None]) -> None:
         for restart in self.alive():
             if not restart.server.running:
                 continue
-            if time.monotonic() - self.began > self.options.limit:
+            if self.over:
                 restart.result.setdefault("left_out", []).append(step)
                 continue
             self.guard(restart, step, function)
@@ -158,6 +165,7 @@ def main() -> int:
     names = [case.name for case in cases]
     if unknown := set(options.only or ()) - set(names):
         parser.error(f"no case is called {' or '.join(sorted(unknown))}, but {', '.join(names)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no server stays behind
     run = Run([case for case in cases if case.name in (options.only or names)], options)
     run.run()
     print(table(run.results))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from cases.server import Answer, Logprobs, Server
+from cases.server import Answer, Logprobs, Server, ServerError
 from cases.store import forget, settle
 from kvtier.integration.probes.client import prompt
 
@@ -86,6 +86,8 @@ class Restart:
         for length in self.lengths:
             tokens = prompt(f"session {length}", length)
             self.cold[length] = server.ask(tokens)
+            if any(self.cold[length].cached.values()):
+                raise ServerError(f"{server.store} had this prompt before: give another --work")
             first, self.device[length], again = self.hits(tokens)
             result.setdefault("prompts", {})[length] = {
                 "cold": self.cold[length].row(),
@@ -179,7 +181,6 @@ class Restart:
 
     def store_early(self) -> None:
         """The control of the comparison. What it leaves in the store is wrong, so it comes last."""
-        self.server.flush()
         with self.server.asking("slow"), self.server.asking("early"):
             self.result["pages"]["control: stored early"] = check_pages_under_load(
                 self.server, "early"
@@ -196,6 +197,7 @@ class Restart:
 
 def check_pages_under_load(server: Server, seed: str) -> list[Result]:
     """Prefill, decode and backups at once; then stored pages against those on the device."""
+    server.flush()
     prompts = [prompt(f"{seed} {number}", server.case.medium) for number in range(LOAD_SESSIONS)]
     with ThreadPoolExecutor(LOAD_SESSIONS) as pool:
         list(pool.map(lambda tokens: server.ask(tokens, LOAD_OUTPUT), prompts))

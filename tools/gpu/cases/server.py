@@ -246,7 +246,10 @@ class Server:
                 if time.monotonic() > until:
                     raise ServerError(f"not every rank compared its pages: {self.error()}")
                 time.sleep(0.05)
-        return [json.loads(file.read_text()) for file in files]
+        ranks = [json.loads(file.read_text()) for file in files]
+        if wrong := [rank for rank in ranks if rank.keys() <= {"rank", "error"}]:
+            raise ServerError(f"no pages were compared: {wrong}")
+        return ranks
 
     def _open(
         self, method: str, path: str, body: object = None, timeout: float | None = None

@@ -7,11 +7,15 @@ mkdir -p site
 export PYTHONPATH="$KIT/unpacker"
 unzstd_tar='import sys, zstandard
 zstandard.ZstdDecompressor(max_window_size=2**31).copy_stream(sys.stdin.buffer, sys.stdout.buffer)'
+pids=
 for name in large rest; do
     cat "$name".tar.zst.* | python3 -c "$unzstd_tar" | tar -C site --sparse -xf - &
+    pids="$pids $!"
 done
-[ ! -f jit.tar.gz ] || tar -xzf jit.tar.gz &
-wait
+[ ! -f jit.tar.gz ] || tar -xzf jit.tar.gz
+for pid in $pids; do
+    wait "$pid" || { echo "unpack.sh: a part is missing or damaged: move them here again" >&2; exit 1; }
+done
 rm -f ./*.tar.zst.*
 # The machine's own NVIDIA libraries, but NCCL.
 nvidia=$(PYTHONPATH='' python3 -c 'import nvidia; print(list(nvidia.__path__)[0])')

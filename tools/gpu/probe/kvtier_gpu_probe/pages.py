@@ -10,11 +10,12 @@ store returns for it: on every rank, in every pool.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,10 @@ def note_backup(_: Any, tree: Any, node_id: int, *__: Any, **___: Any) -> None:
     _nodes["computed"].add(node_id)
 
 
-def note_load(_: Any, tree: Any, *, node_id: int, **__: Any) -> None:
+def note_load(loaded: bool, tree: Any, *, node_id: int, **__: Any) -> None:
     """After UnifiedRadixCache._load_back_transfers."""
-    _nodes["loaded"].add(node_id)
+    if loaded:
+        _nodes["loaded"].add(node_id)
 
 
 def report(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
@@ -58,34 +60,51 @@ def report(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
     unfinished.rename(unfinished.with_suffix(".json"))
 
 
-def compare(tree: Any, backend: Any) -> dict[str, dict[str, dict[str, int]]]:
-    """For `loaded` pages, and for those that were `computed` here, by pool: pages `on_device`, how
-    many `pages` of them the store has, how many of these are `different`, and, to show that the
-    comparison can tell, how many differ from the page before them (`neighbours`).
-
-    A computed page that the store had before may differ: what is stored first stays.
+def compare(tree: Any, backend: Any) -> dict[str, Any]:
+    """For `loaded` pages, and for those that were `computed` here, the Counts of each pool. A
+    computed page that the store had before may differ: what is stored first stays.
     """
-    backend.flush(60)
+    if not backend.flush(60):
+        raise RuntimeError("the store was still writing after 60 s")
     loaded = _paths(tree.tree_core, _nodes["loaded"])
     computed = _paths(tree.tree_core, _nodes["computed"]) - loaded
     found = {"loaded": _count(tree, backend, loaded), "computed": _count(tree, backend, computed)}
-    return {origin: pools for origin, pools in found.items() if pools}
+    return {
+        origin: {name: asdict(counts) for name, counts in pools.items()}
+        for origin, pools in found.items()
+        if pools
+    }
 
 
-def _count(tree: Any, backend: Any, nodes: set[int]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+@dataclass
+class Counts:
+    on_device: int = 0
+    pages: int = 0
+    """Of those, how many the store has."""
+    bytes: int = 0
+    different: int = 0
+    neighbours: int = 0
+    """How many differ from the page compared before them: this comparison can tell."""
+    stored_digest: int = 0
+    """Of what the store returned, whatever the order: ranks that share pages have the same."""
+
+
+def _count(tree: Any, backend: Any, nodes: set[int]) -> dict[str, Counts]:
+    found: dict[str, Counts] = {}
+    before: dict[str, bytes] = {}
     for node in sorted(nodes):
-        for name, device, stored in _both(tree, backend, node):
-            counts = found.setdefault(
-                name, dict.fromkeys(("on_device", "pages", "bytes", "different", "neighbours"), 0)
-            )
-            counts["on_device"] += len(device)
-            for number, page in enumerate(stored):
-                if page is not None:
-                    counts["pages"] += 1
-                    counts["bytes"] += len(page)
-                    counts["different"] += page != device[number]
-                    counts["neighbours"] += page != device[number - 1]
+        for name, keys, device, stored in _both(tree, backend, node):
+            counts = found.setdefault(name, Counts())
+            counts.on_device += len(device)
+            for key, here, there in zip(keys, device, stored, strict=True):
+                if there is not None:
+                    counts.pages += 1
+                    counts.bytes += len(there)
+                    counts.different += there != here
+                    counts.neighbours += there != before.get(name, there)
+                    digest = hashlib.sha256(key.encode() + there).digest()
+                    counts.stored_digest ^= int.from_bytes(digest[:6])
+                before[name] = here
     return found
 
 
@@ -99,25 +118,25 @@ def _paths(core: Any, nodes: set[int]) -> set[int]:
     return live
 
 
-def _both(tree: Any, backend: Any, node: int) -> Iterator[tuple[str, list[bytes], list[Any]]]:
-    """Of each pool that has bytes of a node on the device: its name, its pages there, and the
-    store's (None where it has none)."""
+def _both(
+    tree: Any, backend: Any, node: int
+) -> Iterator[tuple[str, list[str], list[bytes], list[Any]]]:
+    """Of each pool that has bytes of a node on the device: its name, the pages' keys, the pages
+    there, and the store's (None where it has none)."""
     controller = tree.cache_controller
     for kv, others in _parts(tree, node):
-        fresh = _allocate(controller, kv, others)
-        held = _allocate(controller, kv, others)
-        try:
+        with (
+            _room(controller, kv, others, 0x55) as fresh,
+            _room(controller, kv, others, 0xAA) as held,
+        ):
             _copy_from_device(controller, fresh)
             answers = backend.batch_get_v2([t for t in held if str(t.name) in backend.pools])
             for here, there in zip(fresh, held, strict=True):
                 device = _page_bytes(controller, here)
-                if device and there.name in answers:
+                if device:
                     arrived = zip(_page_bytes(controller, there), answers[there.name], strict=True)
-                    yield str(here.name), device, [page if ok else None for page, ok in arrived]
-        finally:
-            for kv_room, *other_rooms in (fresh, held):
-                controller.mem_pool_host.free(kv_room.host_indices)
-                controller.mem_pool_host.release_transfers(other_rooms)
+                    stored = [page if ok else None for page, ok in arrived]
+                    yield str(here.name), here.keys, device, stored
 
 
 def _parts(tree: Any, node: int) -> Iterator[tuple[Any, list[Any]]]:
@@ -148,15 +167,25 @@ def _parts(tree: Any, node: int) -> Iterator[tuple[Any, list[Any]]]:
         yield part, [*(t for found in ends.values() for t in found), *derived]
 
 
-def _allocate(controller: Any, kv: Any, others: list[Any]) -> list[Any]:
-    """Room in host memory for the pages of these transfers, the KV pool's first."""
+@contextmanager
+def _room(controller: Any, kv: Any, others: list[Any], byte: int) -> Iterator[list[Any]]:
+    """Room in host memory for the pages of these transfers, the KV pool's first, filled with a
+    byte: what is neither copied nor read must not look like it."""
     allocation = controller.allocate_host_transfers(
         kv.device_indices, [replace(t, host_indices=None) for t in others] or None
     )
     if allocation is None:
         raise RuntimeError("host memory has no room for the comparison")
     host, resolved = allocation
-    return [replace(kv, host_indices=host), *(resolved or ())]
+    transfers = [replace(kv, host_indices=host), *(resolved or ())]
+    try:
+        for transfer in transfers:
+            for pointer, size in _pieces(controller, transfer):
+                ctypes.memset(pointer, byte, size)
+        yield transfers
+    finally:
+        controller.mem_pool_host.free(host)
+        controller.mem_pool_host.release_transfers(resolved)
 
 
 def _copy_from_device(controller: Any, transfers: list[Any]) -> None:
@@ -183,12 +212,13 @@ def _wait_for_device() -> None:
 
 def _page_bytes(controller: Any, transfer: Any) -> list[bytes]:
     """The pages' bytes in host memory; nothing for a pool without bytes (DeepSeek V4's "kv")."""
+    parts = [ctypes.string_at(pointer, size) for pointer, size in _pieces(controller, transfer)]
+    each = len(parts) // len(transfer.keys)
+    return [b"".join(parts[i : i + each]) for i in range(0, len(parts), each or 1)]
+
+
+def _pieces(controller: Any, transfer: Any) -> list[tuple[int, int]]:
+    """Where the pages of a transfer are in host memory: address and bytes, page by page."""
     pool = controller.mem_pool_host.get_entry(transfer.name).host_pool
-    meta = pool.get_page_buffer_meta(transfer.host_indices)
-    if not meta or not meta[0]:
-        return []
-    pointers, sizes = meta
-    count = len(transfer.keys)
-    pieces = len(pointers) // count
-    parts = [ctypes.string_at(p, int(s)) for p, s in zip(pointers, sizes, strict=True)]
-    return [b"".join(parts[i * pieces : (i + 1) * pieces]) for i in range(count)]
+    pointers, sizes = pool.get_page_buffer_meta(transfer.host_indices) or ((), ())
+    return [(int(p), int(s)) for p, s in zip(pointers, sizes, strict=True)]
