@@ -5,7 +5,7 @@
 #   build.sh FOLDER          (default: .kit) makes FOLDER/0, FOLDER/1, ... each below 60 MB
 #   refresh.sh FOLDER        after a change of kvtier or the cases: makes the last one anew
 #
-# Needs Python 3.12 (PYTHON), zstd, binutils; about 15 GB of disk and 10 minutes on two cores.
+# Needs Python 3.12 (PYTHON), zstd, binutils; about 15 GB of disk and 5 to 15 minutes on two cores.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 repo=$(cd "$here/../../.." && pwd)

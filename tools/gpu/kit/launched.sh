@@ -1,6 +1,6 @@
 #!/bin/sh
-# kvtier's own checks on servers that `kvtier launch` starts, one card each and side by side: a long
-# session over kill -9, restored prompts against computed ones, the cards' least free memory.
+# kvtier's own checks on servers that `kvtier launch` starts: a long session over kill -9 on one card,
+# beside it on another restored prompts against computed ones and the cards' least free memory.
 #
 #   launched.sh OUT WORK FIRST-CARD LAST-CARD
 set -u

@@ -15,6 +15,7 @@ for package in "$repo" "$repo/tools/gpu/probe"; do
 done
 mkdir "$last/unpacker"
 cp -r "$kit/site/zstandard" "$last/unpacker/"
+strip --strip-all "$last"/unpacker/zstandard/*.so
 cp -r "$repo/tools/gpu/cases" "$repo/tools/gpu/models" "$here/bin" "$here/unpack.sh" \
     "$here/env.sh" "$here/launched.sh" "$last/"
 [ ! -f "$kit/jit.tar.gz" ] || cp "$kit/jit.tar.gz" "$last/"
