@@ -78,7 +78,7 @@ def sharded_axes(name: str, pool: Any, config: HiCacheStorageConfig) -> tuple[st
     Tensor parallel ranks hold different heads, except of what MLA and DeepSeek V4 replicate
     (`is_mla_model`); even there recurrent states and MHA draft pools are cut by head. Pipeline
     stages hold different layers and context parallel ranks different slices. Data-parallel
-    replicas compute the same bytes, so a session moves freely between them.
+    replicas compute the same pages, so a session moves freely between them.
     """
     draft = name in (PoolName.DRAFT.value, PoolName.DRAFT_SWA.value)
     by_head = (
@@ -107,12 +107,12 @@ def shard_of(name: str, pool: Any, config: HiCacheStorageConfig) -> str:
 
 
 def copies(name: str, pool: Any, config: HiCacheStorageConfig) -> int:
-    """How many ranks compute the same pages of a pool, of which one stores what all get back.
-
-    They need not have the same bytes: two ranks of DeepSeek V4.1 did not (docs/gpu-results.md).
+    """How many ranks compute the same pages of a pool. One stores them, and all get its bytes back,
+    which need not be those that each had (docs/gpu-results.md).
     """
-    sharded = "tp" in sharded_axes(name, pool, config)
-    return 1 if sharded else int(config.tp_size) // max(1, int(config.dcp_size))
+    if "tp" in sharded_axes(name, pool, config):
+        return 1
+    return int(config.tp_size // config.dcp_size)
 
 
 def is_writer(name: str, pool: Any, config: HiCacheStorageConfig) -> bool:

@@ -23,7 +23,7 @@ LIMIT_BYTES = Gauge(
 )
 KV_COPIES = Gauge(
     "kvtier_kv_copies",
-    "Ranks that compute the same KV pages; the first of them stores its own",
+    "Ranks that compute the same KV pages, of which one stores its own",
     multiprocess_mode="mostrecent",
 )
 COMMITS = Counter("kvtier_commits", "Batches made durable")

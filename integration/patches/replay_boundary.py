@@ -20,7 +20,8 @@ from kvtier.integration.patches.scheme import Hook, Patch
 def end_prefetch_where_matching_ends(
     original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around Scheduler._prefetch_kvcache, which asks the request how far it may match at most."""
+    """Around Scheduler._prefetch_kvcache, which asks the request how far it may match at most: for
+    that call its answer heeds what the tree computes again, as the match does."""
     from kvtier.integration.plugin import ours
 
     tree = scheduler.tree_cache

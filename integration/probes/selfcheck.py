@@ -62,7 +62,7 @@ class Report:
     control: float
     """How far another beginning moves the first prompt's log probabilities."""
     copies: int
-    """Ranks that compute the same pages, of which the first stores them."""
+    """Ranks that compute the same pages, of which one stores them."""
 
     @property
     def same(self) -> bool:
@@ -70,8 +70,8 @@ class Report:
 
     @property
     def undecided(self) -> bool:
-        """Whether a difference means nothing: ranks that compute the same pages may round unlike
-        each other, and all get back the first one's. A tolerance decides."""
+        """Whether a difference may be rounding: each of several ranks computed the pages for
+        itself, and all got back the first one's. With a tolerance it is decided."""
         return not self.same and self.copies > 1 and not self.tolerance
 
 

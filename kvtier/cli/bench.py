@@ -68,6 +68,7 @@ def restore(
     context: typer.Context,
     *,
     url: Annotated[
+        # Named, since typer 0.27 would call it --URL.
         str, typer.Option("--url", metavar="URL", help="Where it will answer.")
     ] = DEFAULT_URL,
     tokens: Annotated[int, typer.Option(min=256, help="Length of the session, about.")] = 20000,

@@ -25,7 +25,7 @@ def selfcheck(
         typer.Option(
             min=0,
             help="Largest difference of a log probability; 0 means equal to the last bit, which "
-            "servers with encoder replay need not be.",
+            "servers with encoder replay, or with ranks that share pages, need not be.",
         ),
     ] = 0.0,
     key: Key = "",
@@ -56,7 +56,9 @@ def selfcheck(
 
 def status_of(report: Report) -> int:
     """The exit status: 0 the same, 1 different, 2 not to be told."""
-    return 0 if report.same else 2 if report.undecided else 1
+    if report.same:
+        return 0
+    return 2 if report.undecided else 1
 
 
 def _show(report: Report) -> None:
@@ -81,9 +83,10 @@ def verdict(report: Report) -> str:
     """One sentence, marked up."""
     if report.undecided:
         return (
-            f"[yellow]Not decided:[/] what came from the store is not to the last bit what the "
-            f"device's cache held, but the {report.copies} ranks of this server compute the same "
-            "pages each for itself, and all got back the first one's: a --tolerance decides."
+            "[yellow]Not decided:[/] what came from the store is not to the last bit what the "
+            f"device's cache held, but each of this server's {report.copies} ranks computes the "
+            "same pages for itself, and all got the first one's back, which may be rounded "
+            "otherwise: give a --tolerance. None helps where the first token is another (inf)."
         )
     exactly = f"within {report.tolerance:g}" if report.tolerance else "to the last bit"
     if not report.same:

@@ -461,7 +461,7 @@ class Engine(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
         return self.matched(tokens)
 
     def prefetch_as(self, prefetch: Callable[..., Any], req: Req) -> None:
-        """The same by the scheduler's own function, for a request of its own."""
+        """Prefetch a request's prompt by the scheduler's own function."""
         scheduler = SimpleNamespace(
             enable_hicache_storage=True, enable_lmcache=False, tree_cache=self.cache
         )

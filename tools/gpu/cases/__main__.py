@@ -69,6 +69,8 @@ class Run:
     def start_all(self, again: bool = False) -> None:
         started = [r for r in self.alive() if r.lengths or not again]
         if again and self.over:
+            for restart in started:
+                restart.result.setdefault("left_out", []).append("restart")
             return
         for restart in started:
             restart.server.launch()
@@ -165,8 +167,8 @@ def main() -> int:
     names = [case.name for case in cases]
     if unknown := set(options.only or ()) - set(names):
         parser.error(f"no case is called {' or '.join(sorted(unknown))}, but {', '.join(names)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no server stays behind
     run = Run([case for case in cases if case.name in (options.only or names)], options)
+    signal.signal(signal.SIGTERM, lambda *_: (run.kill_all(), sys.exit(143)))
     run.run()
     print(table(run.results))
     return 0

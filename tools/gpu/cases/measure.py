@@ -180,7 +180,8 @@ class Restart:
                 self.result["prompts"][length].setdefault("restored_more", []).append(again.row())
 
     def store_early(self) -> None:
-        """The control of the comparison. What it leaves in the store is wrong, so it comes last."""
+        """The control of the comparison. What it leaves in the store is wrong, and is not asked
+        for again."""
         with self.server.asking("slow"), self.server.asking("early"):
             self.result["pages"]["control: stored early"] = check_pages_under_load(
                 self.server, "early"

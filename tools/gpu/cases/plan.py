@@ -126,12 +126,13 @@ def deepseek(cards: Cards) -> list[Case]:
     # V4's answers to long prompts differ from themselves by as much as other prompts' do, so that
     # log probabilities cannot be compared; up to index_topk * 4 tokens it attends to all of them.
     v4, v41 = (next(case for case in cases if case.name == name) for name in ("v4", "v4.1"))
-    return [
-        *cases,
+    cases += [
         replace(v4, name="v4-short", tokens=(1_470,), medium=1_500),
         replace(v41, name="v4.1-none", tier=None, pages=False),
-        replace(v41, name=f"v4.1-tp{len(cards)}", gpus=cards, tp=len(cards)),
     ]
+    if len(cards) > 1:
+        cases.append(replace(v41, name=f"v4.1-tp{len(cards)}", gpus=cards, tp=len(cards)))
+    return cases
 
 
 def dry(_: Cards) -> list[Case]:

@@ -1,6 +1,6 @@
 #!/bin/sh
-# kvtier's own checks on servers that `kvtier launch` starts: a long session over kill -9 on one card,
-# beside it on another restored prompts against computed ones and the cards' least free memory.
+# kvtier's own checks on servers that `kvtier launch` starts: on the first card a long session over
+# kill -9; beside it, on the last, selfcheck of two models and watch.
 #
 #   launched.sh OUT WORK FIRST-CARD LAST-CARD
 set -u
@@ -46,7 +46,7 @@ checked() { # NAME CARD PORT MODEL ARGUMENTS
     echo "$1: launch ended with status $?"
 }
 
-{ restored dense "$first" 31000 dense DENSE; } &
+restored dense "$first" 31000 dense DENSE &
 {
     checked swa "$last" 31001 swa SWA
     checked v4.1 "$last" 31002 dsv41 V4

@@ -14,7 +14,10 @@ for name in large rest; do
 done
 [ ! -f jit.tar.gz ] || tar -xzf jit.tar.gz
 for pid in $pids; do
-    wait "$pid" || { echo "unpack.sh: a part is missing or damaged: move them here again" >&2; exit 1; }
+    wait "$pid" || {
+        echo "unpack.sh: a part is missing or damaged: move them here again" >&2
+        exit 1
+    }
 done
 rm -f ./*.tar.zst.*
 # The machine's own NVIDIA libraries, but NCCL.

@@ -12,7 +12,7 @@ import torch
 from kvtier_gpu_probe.marks import asked
 
 CYCLES = 400_000_000
-"""For which the device sleeps before each copy: about 0.2 s on an H200."""
+"""For so many the device sleeps before each copy: about 0.2 s on an H200."""
 
 
 class Done:

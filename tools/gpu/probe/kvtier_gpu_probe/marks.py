@@ -1,4 +1,4 @@
-"""What the client asks of this process: files beside its store, there while they are to be done."""
+"""What the client asks of this process: a file beside its store for each, while it is asked."""
 
 from __future__ import annotations
 

@@ -61,8 +61,9 @@ def report(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
 
 
 def compare(tree: Any, backend: Any) -> dict[str, Any]:
-    """For `loaded` pages, and for those that were `computed` here, the Counts of each pool. A
-    computed page that the store had before may differ: what is stored first stays.
+    """The Counts of each pool, for the pages on the paths to what was `loaded`, and for the others,
+    that were `computed` here. A computed page that the store had before may differ: what is stored
+    first stays.
     """
     if not backend.flush(60):
         raise RuntimeError("the store was still writing after 60 s")
@@ -84,7 +85,7 @@ class Counts:
     bytes: int = 0
     different: int = 0
     neighbours: int = 0
-    """How many differ from the page compared before them: this comparison can tell."""
+    """How many differ from the device's page before them: the comparison can tell pages apart."""
     stored_digest: int = 0
     """Of what the store returned, whatever the order: ranks that share pages have the same."""
 

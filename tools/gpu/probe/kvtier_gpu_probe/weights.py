@@ -23,7 +23,7 @@ def fill(model: torch.nn.Module, *_: Any, **__: Any) -> None:
     """
     from sglang.srt.runtime_context import get_parallel
 
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     rank = get_parallel().tp_rank
     for name, parameter in model.state_dict().items():
         if not torch.is_floating_point(parameter):
