@@ -10,5 +10,6 @@ from kvtier_gpu_probe.marks import asked
 
 def maybe_unpatched(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Around Scheduler._prefetch_kvcache: while the client's marker is there, SGLang's own."""
-    upstream = inspect.unwrap(type(scheduler)._prefetch_kvcache)
-    return (upstream if asked("unpatched") else original)(scheduler, *args, **kwargs)
+    if asked("unpatched"):
+        original = inspect.unwrap(type(scheduler)._prefetch_kvcache)
+    return original(scheduler, *args, **kwargs)
