@@ -94,7 +94,7 @@ class ParallelSizes:
     `tp`: ranks of the tensor-parallel group. `attn_tp`: ranks that one page's heads are cut over
     (tp without data-parallel attention). `pp`: pipeline stages. `attn_cp`, `dcp`: context
     parallel ranks of prefill attention and of decode. `dp_attention`: attention is data parallel.
-    The number of data-parallel replicas is left out, since each holds the same bytes.
+    The number of data-parallel replicas is left out, since each computes the same pages.
     """
 
     tp: int = 1

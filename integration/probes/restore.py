@@ -204,7 +204,7 @@ def measure(
             (Result(*answers, restored),),
             tolerance,
             control(client, session, info, answers[0]),
-            kv_copies(client),
+            kv_copies(after),
         )
         require_sense(report)
         progress("stopping the server")
@@ -247,8 +247,7 @@ def _places(info: dict[str, Any]) -> Iterator[Path]:
 
 def forget(folder: Path) -> int:
     """Drop the page cache of all files in a folder, so that the next read is the drive's; how many
-    files. What is not on the drive yet stays. 0 if there is no such
-    folder."""
+    files. What is not on the drive yet stays. 0 if there is no such folder."""
     if not folder.is_dir():
         return 0
     done = 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +122,7 @@ def check(client: Client, tokens: int, tolerance: float, progress: Progress) -> 
         results.append(Result(*answers, require_restored(one.ask(client), one)))
     progress("a prompt with another beginning")
     moved = control(client, passages[0], info, before[0][0])
-    report = Report(tuple(results), tolerance, moved, kv_copies(client))
+    report = Report(tuple(results), tolerance, moved, kv_copies(client.metrics()))
     require_sense(report)
     return report
 
@@ -184,8 +185,9 @@ def control(client: Client, passage: Passage, info: dict[str, Any], computed: An
     return difference(Passage(tokens, passage.prefix).ask(client), computed)
 
 
-def kv_copies(client: Client) -> int:
-    return int(client.metrics().get("kvtier_kv_copies", 1))
+def kv_copies(metrics: Mapping[str, float]) -> int:
+    """Ranks that compute the same pages, as a server's metrics say; 1 if they don't."""
+    return int(metrics.get("kvtier_kv_copies", 1))
 
 
 def require_sense(report: Report) -> None:

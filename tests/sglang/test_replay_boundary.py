@@ -6,7 +6,7 @@ import inspect
 from array import array
 
 import pytest
-from pools import STACKS, Engine, engines
+from pools import STACKS, Engine, assert_same_pages, engines
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -31,11 +31,13 @@ def matched_after_restart(
     start, beyond: int, patched: bool = True, scored_from: int | None = None
 ) -> int:
     """Tokens that a prompt of whole pages and `beyond` more need not compute, after superseded
-    tails were dropped. `scored_from`: where the log probabilities that it asks for begin."""
+    tails were dropped; their bytes are those that were stored. `scored_from`: where the log
+    probabilities that it asks for begin."""
     before = start(STACK)
     pages = before.prompt()
     before.compute(pages)
     before.store(pages)
+    stored = before.host_pages(pages)
     before.close()
     layout = Layout.open(before.root / "kvtier", create=False)
     collect(layout, Index(layout), 1 << 40, grace=0)
@@ -49,7 +51,11 @@ def matched_after_restart(
     prefetch = Scheduler._prefetch_kvcache
     after.prefetch_as(prefetch if patched else inspect.unwrap(prefetch), req)
     req.init_next_round_input(after.cache)
-    return int(req.prefix_len + req.host_hit_length)
+    matched = int(req.prefix_len + req.host_hit_length)
+    if matched:
+        needed = after.needed(matched // PAGE)
+        assert_same_pages(after.host_pages(pages[:matched]), stored, needed)
+    return matched
 
 
 @pytest.mark.parametrize(("beyond", "pages"), [(1, -1), (WINDOW - 1, -1), (WINDOW, 0), (200, 0)])
