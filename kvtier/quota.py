@@ -6,10 +6,14 @@ written yet O. U + O grows by grants only, and every grant is counted. A measure
 and walks the directory then, so what was written meanwhile is counted twice and nothing is missed;
 what was granted since O was read is added. So `Account.taken` is never less than U + O, and no
 grant lets it pass the cap. What others put into the directory is seen at the next measurement.
+
+The limits are looked at within every grant. So once `Account.taken` leaves a lowered cap its
+margin, the cap holds, whatever was granted before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -35,7 +39,8 @@ _RETRY_SECONDS = 1.0
 time."""
 
 _LOOK_SECONDS = 1.0
-"""How long a change of the limits may go unnoticed."""
+"""How long a change of the limits may go unnoticed by a process that lives on what it was granted
+before."""
 
 _DAY = 86400
 _NS = 10**9
@@ -111,7 +116,7 @@ class Quota:
     def reserve(self, size: int) -> bool:
         """Whether `size` more bytes may be written to the store now; else `reason` says why not.
 
-        Most calls are answered from memory. Others take seven short system calls in the ledger,
+        Most calls are answered from memory. Others take eight short system calls in the ledger,
         and now and then a measurement: every 10 s on use by whoever comes first, and if the size
         would not fit, at most once a second.
         """
@@ -140,7 +145,9 @@ class Quota:
         """Give everything back. A second call does nothing."""
         with self._lock:
             if not self._closed:
-                self._return_spare()
+                if self._spare:
+                    with contextlib.suppress(Busy), self._ledger.locked() as account:
+                        self._return_spare(account)
                 self._closed = True
                 self._ledger.forget()
 
@@ -195,6 +202,7 @@ class Quota:
         if size > self._spare or not 0 <= self._clock() - self._touched < STALE_SECONDS:
             try:
                 with self._ledger.locked() as account:
+                    self._take_note(account)
                     granted = self._ask(account, size, last)
             except Busy:
                 granted, self.reason = False, "another process holds index/quota and is stuck"
@@ -274,31 +282,32 @@ class Quota:
             account.day, account.written = self._day, 0
 
     def _look(self) -> None:
-        """Take note of new limits, and of a new day: what was granted ahead under the old ones
-        goes back."""
+        """Take note of new limits, and of a new day, without a grant, too."""
         now = self._clock()
-        day = int(now // _DAY)
-        if 0 <= now - self._looked < _LOOK_SECONDS and day == self._day:
+        recent = 0 <= now - self._looked < _LOOK_SECONDS and now // _DAY == self._day
+        if recent or self._closed:
             return
         self._looked = now
-        limits = self._limits_file.current()
-        if limits != self._limits or day != self._day:
-            self._return_spare()
-            self._limits, self._day = limits, day
+        if self._changed():
+            with contextlib.suppress(Busy), self._ledger.locked() as account:
+                self._take_note(account)
 
-    def _return_spare(self) -> None:
-        size, self._spare = self._spare, 0
-        if not size or self._closed:
-            return
-        try:
-            with self._ledger.locked() as account:
-                account.granted -= size
-                if account.day == self._day:
-                    account.written = max(0, account.written - size)
-                self._ledger.hold(self._ledger.held - size)
-        except Busy:
-            # It still counts as granted until the next measurement.
-            self._ledger.hold(self._ledger.held - size)
+    def _changed(self) -> bool:
+        return self._limits_file.current() != self._limits or self._clock() // _DAY != self._day
+
+    def _take_note(self, account: Account) -> None:
+        """Go by new limits, and a new day, from now on: what was granted ahead under the old ones
+        goes back."""
+        if self._changed():
+            self._return_spare(account)
+            self._limits, self._day = self._limits_file.current(), int(self._clock() // _DAY)
+
+    def _return_spare(self, account: Account) -> None:
+        account.granted -= self._spare
+        if account.day == self._day:
+            account.written = max(0, account.written - self._spare)
+        self._ledger.hold(self._ledger.held - self._spare)
+        self._spare = 0
 
     def _begin_measurement(self, asked: int) -> bool:
         """False if a measurement that began since `asked` is there already."""

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.layout import Layout
+from kvtier.ledger import Busy, Ledger
 from kvtier.limits import Amount, Limits
-from kvtier.quota import Quota
+from kvtier.quota import Quota, margin
 
 M = 1 << 20
 PATIENCE = 120.0
@@ -48,6 +49,19 @@ def make(layout: Layout) -> Iterator[Callable[..., Quota]]:
 
 
 Make = Callable[..., Quota]
+
+
+def within(layout: Layout, cap: int) -> bool:
+    """Whether what the store takes and its processes may yet write leaves this cap its margin. If
+    that is the store's limit, it stays so, whatever was granted before."""
+    ledger = Ledger(layout)
+    try:
+        with ledger.locked() as account:
+            return account.taken <= cap - margin(cap)
+    except Busy:
+        return False
+    finally:
+        ledger.forget()
 
 
 def fill(one: Quota, size: int) -> int:

@@ -155,6 +155,18 @@ def test_the_newest_measurement_counts(
 # Limits
 
 
+def test_a_lower_limit_counts_for_the_next_grant(layout: Layout, make: Make) -> None:
+    """Also within the second in which what was granted before may still be used: otherwise a store
+    that was below the new cap when it was lowered could pass it."""
+    one = make(64 * M, clock=Clock())
+    assert one.reserve(M)
+    write_limits(layout, {"limit": Amount(8 * M)})
+    assert not one.reserve(16 * M)
+    assert one.reason.endswith("of 8.39 MB (limit)")
+    assert one._spare == 0, "what it had ahead went back"
+    assert one.reserve(4 * M)
+
+
 def test_a_lower_limit_counts_within_a_second(layout: Layout, make: Make) -> None:
     clock = Clock()
     one = make(64 * M, clock=clock)
