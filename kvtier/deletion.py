@@ -111,7 +111,6 @@ def keep_ballast(layout: Layout, quota: Quota) -> None:
         if not path.exists() and quota.reserve(BALLAST_BYTES):
             write_durably(path, (os.urandom(BALLAST_BYTES),))
             quota.spend(BALLAST_BYTES)
-            layout.adopt(path)
 
 
 def _all_graves(victims: Sequence[Victims]) -> list[Grave]:

@@ -184,7 +184,6 @@ class Index:
                 copies = self._catalog.copies()
             snapshot = self._catalog.compacted(self.segments(), copies)
             snapshot.save(path)
-            self._layout.adopt(path)
             self._load(Snapshot.load(path))
 
     def reload(self) -> None:

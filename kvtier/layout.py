@@ -134,19 +134,23 @@ class Layout:
     def adopt(self, path: Path) -> None:
         """Give a file made by root to the store's owner, so that a root shell leaves nothing
         behind that the server cannot open."""
-        if os.geteuid() == 0:
-            owner = self.path.stat()
-            if owner.st_uid != 0:
-                os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+        _adopt(path, self.path)
 
     def write_once(self, path: Path, text: str) -> None:
         """Write a small file so that after a power cut it is there whole or not at all."""
         write_durably(path, (text.encode(),))
-        self.adopt(path)
+
+
+def _adopt(path: Path, folder: Path) -> None:
+    if os.geteuid() == 0:
+        owner = folder.stat()
+        if owner.st_uid != 0:
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 def write_durably(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Replace `path` by these bytes atomically and durably. OSError if that failed."""
+    """Replace `path` by these bytes atomically and durably, as a file of whoever has the directory
+    it lies in. OSError if that failed."""
     with _scratch(path, pieces) as scratch:
         scratch.replace(path)
     sync_directory(path.parent)
@@ -162,6 +166,7 @@ def _scratch(path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[Path]
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
+        _adopt(scratch, path.parent)  # before it has its name: who sees it there can read it
         yield scratch
     finally:
         scratch.unlink(missing_ok=True)

@@ -110,11 +110,10 @@ def read_limits(layout: Layout) -> Named:
     """
     path = layout.path / FILE
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(path, "rb", opener=_open_plain) as file:
+            data = file.read(_LARGEST_FILE)
     except FileNotFoundError:
         return {}
-    with os.fdopen(fd, "rb") as file:
-        data = file.read(_LARGEST_FILE)
     try:
         document = json.loads(data)
         return {name: _PARSERS[name](value) for name, value in document.items()}
@@ -125,9 +124,14 @@ def read_limits(layout: Layout) -> Named:
     except (ValueError, AttributeError, RecursionError):
         reason = "it is not a JSON object"
     raise ConfigError(
-        f"{path} is damaged and counts as absent ({reason}): "
+        f"{path} is damaged and is not heeded ({reason}): "
         "set the limits anew with `kvtier limit --set SIZE`, or remove them with --clear."
     )
+
+
+def _open_plain(path: str, flags: int) -> int:
+    """Follows no link and waits for no pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def write_limits(layout: Layout, named: Mapping[str, Amount | int]) -> None:
@@ -155,11 +159,11 @@ class LimitsFile:
         self._limits = settings
 
     def current(self) -> Limits:
-        """The limits that count; one call of stat unless the file was changed. Never raises: a
-        damaged file is logged once and counts as absent, one that cannot be read as unchanged."""
+        """The limits that count; one call of stat unless the file was changed. Never raises: a file
+        that is damaged, or being written, or cannot be read changes nothing and is logged once."""
         try:
             status = (self._layout.path / FILE).lstat()
-            seen: tuple[int, ...] = (status.st_ino, status.st_mtime_ns, status.st_size)
+            seen: tuple[int, ...] = (status.st_ino, status.st_ctime_ns, status.st_size)
         except FileNotFoundError:
             seen = ()
         except OSError:
@@ -169,7 +173,6 @@ class LimitsFile:
                 self._limits = replace(self._settings, **read_limits(self._layout))  # type: ignore[arg-type]  # parsed by name
             except ConfigError as error:
                 logger.error("kvtier: %s", error)
-                self._limits = self._settings
             except OSError as error:
                 logger.error("kvtier: cannot read %s (%s)", self._layout.path / FILE, error)
             self._seen = seen

@@ -7,8 +7,9 @@ and walks the directory then, so what was written meanwhile is counted twice and
 what was granted since O was read is added. So `Account.taken` is never less than U + O, and no
 grant lets it pass the cap. What others put into the directory is seen at the next measurement.
 
-The limits are looked at within every grant. So once `Account.taken` leaves a lowered cap its
-margin, the cap holds, whatever was granted before.
+The limits are looked at within every grant and before what was granted ahead is used. So once
+`Account.taken` leaves a lowered cap its margin, the cap holds, whatever was granted before; and a
+store that is below a cap when it is lowered passes it by no more than what was being written.
 """
 
 from __future__ import annotations
@@ -37,10 +38,6 @@ STALE_SECONDS = 10.0
 _RETRY_SECONDS = 1.0
 """A store that is full is measured no more often than this, nor for more than a twentieth of the
 time."""
-
-_LOOK_SECONDS = 1.0
-"""How long a change of the limits may go unnoticed by a process that lives on what it was granted
-before."""
 
 _DAY = 86400
 _NS = 10**9
@@ -104,7 +101,7 @@ class Quota:
         self._limits = self._limits_file.current()
         self._spare = 0
         """Granted to this process and not reserved yet."""
-        self._looked = self._touched = clock()
+        self._touched = clock()
         self._day = int(clock() // _DAY)
         self._retry = _RETRY_SECONDS
         self._standing = Standing(0, 0, 0, 0, "limit")
@@ -116,9 +113,9 @@ class Quota:
     def reserve(self, size: int) -> bool:
         """Whether `size` more bytes may be written to the store now; else `reason` says why not.
 
-        Most calls are answered from memory. Others take eight short system calls in the ledger,
-        and now and then a measurement: every 10 s on use by whoever comes first, and if the size
-        would not fit, at most once a second.
+        Most calls take one system call, a look whether the limits changed. Others take eight more
+        in the ledger, and now and then a measurement: every 10 s on use by whoever comes first,
+        and if the size would not fit, at most once a second.
         """
         for last in (False, True):
             with self._lock:
@@ -162,10 +159,10 @@ class Quota:
     def standing(self) -> Standing:
         """The same with what it comes from."""
         with self._lock:
-            self._look()
             if not self._closed:
                 try:
                     with self._ledger.locked() as account:
+                        self._take_note(account)
                         if account.measured:
                             self._standing = self._stand(account, self._space(account))
                 except Busy:
@@ -197,9 +194,9 @@ class Quota:
         if self._closed:
             self.reason = "the store is closed"
             return False
-        self._look()
         granted: bool | None = True
-        if size > self._spare or not 0 <= self._clock() - self._touched < STALE_SECONDS:
+        recent = 0 <= self._clock() - self._touched < STALE_SECONDS
+        if self._changed() or size > self._spare or not recent:
             try:
                 with self._ledger.locked() as account:
                     self._take_note(account)
@@ -280,17 +277,6 @@ class Quota:
     def _roll(self, account: Account) -> None:
         if account.day != self._day:
             account.day, account.written = self._day, 0
-
-    def _look(self) -> None:
-        """Take note of new limits, and of a new day, without a grant, too."""
-        now = self._clock()
-        recent = 0 <= now - self._looked < _LOOK_SECONDS and now // _DAY == self._day
-        if recent or self._closed:
-            return
-        self._looked = now
-        if self._changed():
-            with contextlib.suppress(Busy), self._ledger.locked() as account:
-                self._take_note(account)
 
     def _changed(self) -> bool:
         return self._limits_file.current() != self._limits or self._clock() // _DAY != self._day

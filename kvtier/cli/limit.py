@@ -53,8 +53,9 @@ def limit(
     """Show what a store may take and write, or change it while servers run.
 
     What is set here is kept in the store and wins over the settings of every server on it. They
-    notice within seconds; what is stored beyond a lower limit goes as `kvtier gc` would choose. A
-    percentage is of the file system. K, M, G, T are powers of 1000; Ki, Mi, Gi, Ti of 1024.
+    go by it with the next page; what is stored beyond a lower limit goes as `kvtier gc` would
+    choose. A percentage is of the file system. K, M, G, T are powers of 1000; Ki, Mi, Gi, Ti of
+    1024.
 
     Examples:
 

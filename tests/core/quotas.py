@@ -57,7 +57,7 @@ def within(layout: Layout, cap: int) -> bool:
     ledger = Ledger(layout)
     try:
         with ledger.locked() as account:
-            return account.taken <= cap - margin(cap)
+            return account.measured > 0 and account.taken <= cap - margin(cap)
     except Busy:
         return False
     finally:

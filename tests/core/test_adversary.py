@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -231,22 +232,51 @@ def test_later_pages_do_not_land_before_earlier_ones(
         assert get(namespace, chain, SIZE) == [*parts[:2], *[None] * 4]
 
 
-def test_the_lock_belongs_to_the_stores_owner_and_is_no_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A root shell that makes it must not lock the server out, nor be led elsewhere."""
-    layout = Layout.open(tmp_path / "kvtier", create=True)
-    real, given = os.stat, []
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(os, "chown", lambda path, *owner, **more: given.append((path, *owner)))
+def _as_root_in_somebody_elses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Path, int, int]]:
+    """(file, user, group) of what is given away."""
+    real: Callable[..., os.stat_result] = os.stat
+    given: list[tuple[Path, int, int]] = []
 
     def owned(path: Any, **more: Any) -> os.stat_result:
         found = real(path, **more)
         values = list(found)
         values[4:6] = 1234, 1235
-        return os.stat_result(values) if str(path) == str(layout.path) else found
+        return os.stat_result(values) if str(path) == str(folder) else found
 
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "chown", lambda path, *owner, **more: given.append((path, *owner)))
     monkeypatch.setattr(os, "stat", owned)
+    return given
+
+
+@pytest.mark.parametrize("name", ["limits.json", "index/snapshot"])
+def test_a_file_is_its_owners_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A server that looked in between would find a file that it cannot read, and keep to what it
+    knows. A power cut in between would leave it so."""
+    layout = Layout.open(tmp_path / "kvtier", create=True)
+    path = layout.path / name
+    given = _as_root_in_somebody_elses(path.parent, monkeypatch)
+    rename = Path.replace
+
+    def seen(scratch: Path, target: Path) -> Path:
+        assert given == [(scratch, 1234, 1235)]
+        return rename(scratch, target)
+
+    monkeypatch.setattr(Path, "replace", seen)
+    layout.write_once(path, "{}")
+    assert path.read_text() == "{}"
+
+
+def test_the_lock_belongs_to_the_stores_owner_and_is_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A root shell that makes it must not lock the server out, nor be led elsewhere."""
+    layout = Layout.open(tmp_path / "kvtier", create=True)
+    given = _as_root_in_somebody_elses(layout.path, monkeypatch)
     with layout.lock():
         assert given == [(layout.path / name, 1234, 1235) for name in ("gate", "lock")]
     monkeypatch.undo()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier import limits
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.layout import Layout
@@ -171,19 +174,38 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("data", DAMAGED, ids=range(len(DAMAGED)))
-def test_a_damaged_file_is_one_complaint_and_counts_as_absent(
+def test_a_damaged_file_is_one_complaint_and_changes_nothing(
     layout: Layout, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = Limits(Amount(5 * G))
     file = LimitsFile(layout, settings)
     (layout.path / FILE).write_bytes(data)
-    with pytest.raises(ConfigError, match="damaged and counts as absent"):
+    with pytest.raises(ConfigError, match="damaged and is not heeded"):
         read_limits(layout)
     with caplog.at_level(logging.ERROR, "kvtier"):
         assert [file.current() for _ in range(3)] == [settings] * 3
     assert len(caplog.records) == 1
     assert "kvtier limit --set SIZE" in caplog.text
     write_limits(layout, {"limit": Amount(G)})
+    assert file.current().limit == Amount(G)
+    (layout.path / FILE).write_bytes(data)  # as an editor that is about to write the rest
+    assert file.current().limit == Amount(G)
+
+
+def test_a_file_that_can_be_read_again_is(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rights are no part of what was written, nor of when."""
+    file = LimitsFile(layout, settings := Limits(Amount(5 * G)))
+    write_limits(layout, {"limit": Amount(G)})
+
+    def refuse(layout: Layout) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(limits, "read_limits", refuse)
+    assert file.current() == settings
+    monkeypatch.undo()
+    assert file.current() == settings, "not tried for every page"
+    time.sleep(0.05)  # times of files are coarse
+    (layout.path / FILE).chmod(0o640)
     assert file.current().limit == Amount(G)
 
 
@@ -194,3 +216,8 @@ def test_what_is_no_file_is_never_followed(layout: Layout) -> None:
     (layout.path / FILE).unlink()
     os.mkfifo(layout.path / FILE)  # read as empty: it must not be waited for
     assert file.current() == Limits()
+    (layout.path / FILE).unlink()
+    (layout.path / FILE).mkdir()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert file.current() == Limits()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from spender import write
 from kvtier import ledger, quota
 from kvtier.backends.local import disk_usage
 from kvtier.layout import Layout
+from kvtier.ledger import Account
 from kvtier.limits import Amount, write_limits
 from kvtier.quota import margin
 
@@ -155,31 +158,35 @@ def test_the_newest_measurement_counts(
 # Limits
 
 
-def test_a_lower_limit_counts_for_the_next_grant(layout: Layout, make: Make) -> None:
-    """Also within the second in which what was granted before may still be used: otherwise a store
-    that was below the new cap when it was lowered could pass it."""
+def test_a_lower_limit_counts_at_once(layout: Layout, make: Make) -> None:
+    """Otherwise a store that is below it when it is lowered would pass it."""
     one = make(64 * M, clock=Clock())
-    assert one.reserve(M)
-    write_limits(layout, {"limit": Amount(8 * M)})
-    assert not one.reserve(16 * M)
-    assert one.reason.endswith("of 8.39 MB (limit)")
-    assert one._spare == 0, "what it had ahead went back"
-    assert one.reserve(4 * M)
-
-
-def test_a_lower_limit_counts_within_a_second(layout: Layout, make: Make) -> None:
-    clock = Clock()
-    one = make(64 * M, clock=clock)
     assert one.reserve(M)
     assert one._spare > M
     write_limits(layout, {"limit": Amount(M)})
-    clock.now += 1
     assert not one.reserve(4096)
     assert one.reason.endswith("of 1.05 MB (limit)")
     assert one._spare == 0, "what it had ahead went back"
     write_limits(layout, {})
-    clock.now += 1
     assert one.reserve(4096)
+
+
+def test_a_limit_that_is_lowered_while_a_grant_is_under_way(
+    layout: Layout, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make(64 * M, clock=Clock())
+    locked = one._ledger.locked
+
+    @contextlib.contextmanager
+    def lowered() -> Iterator[Account]:
+        with locked() as account:
+            write_limits(layout, {"limit": Amount(8 * M)})
+            yield account
+
+    monkeypatch.setattr(one._ledger, "locked", lowered)
+    assert not one.reserve(16 * M)
+    assert one.reason.endswith("of 8.39 MB (limit)")
+    assert one.reserve(4 * M)
 
 
 def test_min_free_counts_what_others_put_on_the_file_system(

@@ -13,7 +13,7 @@ from spender import write
 from kvtier import quota
 from kvtier.backends.local import disk_usage
 from kvtier.layout import Layout
-from kvtier.limits import Amount, Limits
+from kvtier.limits import Amount, Limits, write_limits
 from kvtier.quota import Quota, margin
 
 Steps = st.lists(
@@ -22,6 +22,7 @@ Steps = st.lists(
             ["reserve"] * 4
             + ["write"] * 4
             + ["partly", "give_back", "measure", "delete", "crash", "close", "foreign", "wait"]
+            + ["limit"] * 3
         ),
         st.integers(0, 2),
         st.integers(1, 24),
@@ -34,7 +35,7 @@ class Model:
     """Three processes on one store. What is on the drive and what each may yet write is known
     here from what the test itself did; the quota must never let their sum pass the cap."""
 
-    LIMIT = 1 * M
+    MOST = 1 * M
 
     def __init__(self, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
         self.layout = layout
@@ -45,10 +46,12 @@ class Model:
         self.during: list[tuple[str, int, int]] = []
         """Steps that happen while a directory is walked, between its two halves."""
         monkeypatch.setattr(quota, "disk_usage", self.walk)
+        self.quotas: list[Quota] = []
+        self.change(self.MOST)
         self.quotas = [self.start() for _ in range(3)]
 
     def start(self) -> Quota:
-        return Quota(self.layout, Limits(Amount(self.LIMIT), Amount(0)), clock=self.clock)
+        return Quota(self.layout, Limits(Amount(self.MOST), Amount(0)), clock=self.clock)
 
     def walk(self, path: Path) -> int:
         steps, self.during = self.during, []
@@ -88,10 +91,24 @@ class Model:
             self.quotas[who] = self.start()
         elif what == "wait":
             self.clock.now += blocks / 2
-        elif self.taken() + size <= self.LIMIT - margin(self.LIMIT):
+        elif what == "limit":
+            self.change(self.MOST // (1 + blocks % 4))
+        elif self.taken() + size <= self.limit - margin(self.limit):
             # Foreign files, where there is room: no quota can undo what others do.
             self.put("namespaces", size)
             one.measure()
+
+    def change(self, limit: int) -> None:
+        write_limits(self.layout, {"limit": Amount(limit)})
+        self.limit = limit
+        self.most = max(limit, self.taken() + margin(self.MOST))
+
+    def check(self) -> None:
+        """What was granted before a limit was lowered may be written, and no more is granted until
+        there is room."""
+        assert self.taken() <= self.most
+        if self.taken() <= self.limit - margin(self.limit):
+            self.most = self.limit
 
     def put(self, folder: str, size: int) -> None:
         if size:
@@ -124,7 +141,7 @@ def test_the_sum_of_all_never_passes_the_cap(
                 if step[1] != who and step[0] not in ("measure", "foreign", "crash", "close")
             ]
             model.do(what, who, blocks)
-            assert model.taken() <= model.LIMIT
+            model.check()
             for index, one in enumerate(model.quotas):
                 assert one._ledger.held == model.reserved[index] + one._spare
         model.close()

@@ -118,17 +118,25 @@ def _flip(layout: Layout, source: random.Random) -> None:
 
 
 def test_a_lower_limit_under_load(layout: Layout) -> None:
-    """As soon as it is reached, it holds."""
+    """As soon as it is reached, it holds, and what is written goes on."""
     with contextlib.ExitStack() as stack:
+        spenders = []
         for n in range(3):
             arguments = (layout.path, 32 * M, 512 << 10, n, "")
-            _wait_for(stack.enter_context(_process("spender.py", *arguments)), "refused")
+            spenders.append(stack.enter_context(_process("spender.py", *arguments)))
+            _wait_for(spenders[-1], "refused")
         write_limits(layout, {"limit": Amount(12 * M)})
         end = time.monotonic() + PATIENCE
         while not within(layout, 12 * M):
             assert time.monotonic() < end, "the lower limit was never reached"
             time.sleep(0.05)
-        samples = _samples(stack.enter_context(_process("sampler.py", layout.path, 30)))
+        before = {path.name for path in layout.segments.iterdir()}
+        samples = [disk_usage(layout.path)]
+        while len(samples) < 30 or {path.name for path in layout.segments.iterdir()} <= before:
+            assert time.monotonic() < end, "nothing is written any more"
+            time.sleep(0.1)
+            samples.append(disk_usage(layout.path))
+        assert [process.poll() for process in spenders] == [None] * 3
     assert max(samples) <= 12 * M
 
 
