@@ -271,6 +271,7 @@ class Committer:
             for piece in batch:
                 self._pending[piece.namespace, piece.column].difference_update(piece.keys)
             self._busy = False
+            self._hurry = self._hurry and bool(self._queue or self._records)
             self._oldest = self._first_queued
             self._changed.notify_all()
 

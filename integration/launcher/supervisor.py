@@ -176,11 +176,11 @@ class Supervisor:
 
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
         """Let SGLang answer what it has begun and end; then commit and end; then kill."""
+        seen = self._signals
         say(f"stopping: up to {DRAIN:.0f} s for running requests; a second signal kills")
         _notify("STOPPING=1")
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
-        seen = self._signals
         for seconds, number in ((DRAIN, signal.SIGTERM), (COMMIT, signal.SIGKILL)):
             until = time.monotonic() + seconds
             while time.monotonic() < until and self._signals == seen:

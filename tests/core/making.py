@@ -54,12 +54,14 @@ def identity(model: str = "model") -> Identity:
 
 
 def settings(root: Path, **changes: Any) -> Config:
-    """Settings for small stores that commit at once."""
+    """Settings for small stores that commit at once, and wait for a busy drive."""
     values: dict[str, Any] = {
         "min_free": 0,
         "commit_interval": 0.0,
         "staging_size": 4 << 20,
         "commit_size": 1 << 20,
+        "put_deadline": 120.0,
+        "read_deadline": 120.0,
     }
     return Config(root=root, **(values | {"segment_size": 16 << 20} | changes))
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvtier import quota
 from kvtier.layout import Layout
 from kvtier.ledger import Busy, Ledger
 from kvtier.limits import Amount, Limits
@@ -34,8 +36,10 @@ def layout(tmp_path: Path) -> Layout:
 
 
 @pytest.fixture
-def make(layout: Layout) -> Iterator[Callable[..., Quota]]:
-    """Opens quotas of the store, which are closed at the end."""
+def make(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Quota]]:
+    """Opens quotas of the store, which are closed at the end. They find that walks take no time:
+    how often they measure does not depend on the machine."""
+    monkeypatch.setattr(quota, "time", SimpleNamespace(monotonic=lambda: 0.0))
     opened = []
 
     def _make(limit: int = 64 * M, *, daily: int | None = None, clock: object = None) -> Quota:

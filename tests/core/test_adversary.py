@@ -294,7 +294,7 @@ def test_staging_is_never_full_before_a_commit_is_due(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="raise staging_size to twice that"):
         settings(tmp_path, commit_size=1 << 20, staging_size=(2 << 20) - 4096)
     sizes = {"commit_size": 1 << 20, "staging_size": 2 << 20}
-    with opened(tmp_path, commit_interval=60.0, put_deadline=5.0, **sizes) as (store, namespace):
+    with opened(tmp_path, commit_interval=60.0, **sizes) as (store, namespace):
         chain = keys("chain", 120)
         for start in range(0, 120, 5):
             some = chain[start : start + 5]

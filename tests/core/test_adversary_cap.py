@@ -174,7 +174,7 @@ def test_without_an_interpreter_pages_are_refused_at_once(
 
 
 def test_a_stopped_collection_ends_with_the_store(tmp_path: Path) -> None:
-    store = Store.open(settings(tmp_path, limit=CAP, grace=3600.0, commit_size=MIB))
+    store = Store.open(settings(tmp_path, limit=CAP, grace=3600.0, commit_size=MIB, put_deadline=8))
     pages, collector, number = store.namespace(IDENTITY, KV), store._collector, 0
     while collector._process is None:
         session = keys(number := number + 1, 8)

@@ -25,7 +25,7 @@ from kvtier.store import Namespace
 HERE = Path(__file__).parent
 MIB = 1 << 20
 SIZE = 64 << 10
-PATIENCE = 240
+PATIENCE = 900
 
 
 def _grow(namespace: Namespace, before: list[bytes], own: list[bytes], size: int = SIZE) -> int:

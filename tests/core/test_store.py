@@ -385,6 +385,20 @@ def test_more_than_staging_holds_goes_through_it(tmp_path: Path) -> None:
     assert len(manifests(store_of(tmp_path))) > 1
 
 
+def test_a_flush_hurries_nothing_that_comes_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before the thread that commits looks again: what is put then waits for its batch."""
+    chain, gate = keys("first", 2), threading.Event()
+    with opened(tmp_path, commit_interval=60.0) as (store, namespace):
+        committer, settle = store._committer, store._committer._settle
+        monkeypatch.setattr(committer, "_settle", lambda batch: (settle(batch), gate.wait(60)))
+        put(namespace, chain, contents(chain, SIZE))
+        assert store.flush(60)
+        assert not committer._hurry
+        gate.set()
+
+
 def test_threads_put_get_and_save_at_once(tmp_path: Path) -> None:
     chains = {name: keys(name, 60) for name in range(4)}
     faults: list[object] = []
@@ -433,11 +447,11 @@ def test_a_copy_of_the_directory_at_any_moment_is_a_store(tmp_path: Path) -> Non
         assert store.flush(60)
         put(namespace, chain[20:], parts[20:])
         copy = frozen_copy(store_of(tmp_path), tmp_path / "copy")
+    assert not any(segment.live for segment in saved_index(copy / "kvtier").segments())
     with opened(copy) as (_, namespace):
         got = get_each(namespace, chain, SIZE)
         assert got[:20] == parts[:20]
         assert all(part in (None, parts[20 + at]) for at, part in enumerate(got[20:]))
-        assert not any(segment.live for segment in saved_index(copy / "kvtier").segments()[:-1])
 
 
 def test_two_copies_of_a_page_stand_in_for_each_other(tmp_path: Path) -> None:

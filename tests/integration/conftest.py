@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kvtier_test_platform.patience import patience
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "sglang"))
 
 from pools import Engine, engines  # loads the plugins, before anything of SGLang is imported
+
+__all__ = ["patience"]
 
 
 @pytest.fixture

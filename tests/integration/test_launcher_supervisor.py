@@ -17,17 +17,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "core"))
 
+from kvtier_test_platform.server import gone
 from making import contents, keys, opened, put
 
 from kvtier.identity import Identity
+from kvtier.integration.launcher import supervisor
+from kvtier.integration.launcher.address import Address
 from kvtier.integration.launcher.supervisor import restorable
 
-TIMEOUT = 60
+TIMEOUT = 300
 
 # An engine: answers /health, has a child of its own, and does what the words say.
 ENGINE = """
@@ -145,13 +147,6 @@ def supervised(
                     os.kill(pid, signal.SIGKILL)
 
 
-def _gone(*pids: int) -> bool:
-    return not any(
-        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        for pid in pids
-    )
-
-
 def test_a_killed_engine_is_restarted_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     with supervised(tmp_path, "serves", FIRST_PAUSE=0.1) as running:
         running.until(lambda: running.said("ready after"), "ready line")
@@ -159,13 +154,13 @@ def test_a_killed_engine_is_restarted_and_nothing_of_it_is_left(tmp_path: Path) 
         [(engine, child)] = running.engines()
         os.kill(engine, signal.SIGKILL)
         running.until(lambda: len(running.said("ready after")) == 2, "second ready line")
-        assert _gone(engine, child)
+        assert gone(engine, child)
         [why] = running.said("SGLang was ended by SIGKILL")
         assert "kill -9, or out of memory" in why
         running.process.terminate()
         assert running.process.wait(TIMEOUT) == 0
         assert running.terms() == 1 and len(running.engines()) == 2
-        assert _gone(*running.engines()[1])
+        assert gone(*running.engines()[1])
 
 
 def test_pauses_double_up_to_a_bound_and_it_never_gives_up(tmp_path: Path) -> None:
@@ -244,6 +239,7 @@ def test_an_answer_of_another_server_is_no_readiness(tmp_path: Path) -> None:
                 with pytest.raises(BlockingIOError):
                     systemd.recv(100)
             running.until(lambda: running.said("ready after"), "ready line of its own")
+            systemd.settimeout(TIMEOUT)
             assert systemd.recv(100) == b"READY=1"
 
 
@@ -256,16 +252,31 @@ def test_a_second_signal_kills(tmp_path: Path) -> None:
         running.process.send_signal(signal.SIGINT)
         assert running.process.wait(TIMEOUT) == 0
         assert running.said("killed by a second signal")
-        assert _gone(*running.engines()[0])
+        assert gone(*running.engines()[0])
+
+
+def test_a_second_signal_while_the_first_is_passed_on_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "DRAIN", 2.0)
+    one = supervisor.Supervisor(
+        "", [], {}, address=Address("127.0.0.1", 1), store=None, model="", check=int, on_ready=int
+    )
+    one._on_signal(signal.SIGINT, None)
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
+        monkeypatch.setattr(process, "terminate", lambda: one._on_signal(signal.SIGINT, None))
+        one._stop(process)
+        process.kill()
+    assert "killed by a second signal" in capsys.readouterr().err
 
 
 def test_an_engine_that_does_not_end_is_told_again_and_then_killed(tmp_path: Path) -> None:
-    with supervised(tmp_path, "hangs", DRAIN=0.5, COMMIT=0.5) as running:
+    with supervised(tmp_path, "hangs", DRAIN=5.0, COMMIT=5.0) as running:
         running.until(lambda: running.said("ready"), "ready line")
         running.process.terminate()
         assert running.process.wait(TIMEOUT) == 0
         assert running.terms() == 2  # to the engine, then to all of its group
-        assert _gone(*running.engines()[0])
+        assert gone(*running.engines()[0])
 
 
 def test_a_stop_between_two_starts(tmp_path: Path) -> None:
@@ -281,7 +292,7 @@ def test_no_engine_outlives_its_launcher(tmp_path: Path) -> None:
         running.until(lambda: running.said("ready"), "ready line")
         running.process.kill()
         running.until(lambda: running.terms() == 1, "SIGTERM in the engine")
-        running.until(lambda: _gone(running.engines()[0][0]), "end of the engine")
+        running.until(lambda: gone(running.engines()[0][0]), "end of the engine")
 
 
 def test_systemd_hears_of_readiness_and_of_the_stop(tmp_path: Path) -> None:

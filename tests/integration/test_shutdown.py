@@ -16,14 +16,15 @@ import signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from making import contents, keys, put, identity, settings
-from kvtier.integration.shutdown import commit_at_sigterm
+from kvtier.integration import shutdown
+shutdown.SECONDS = 60.0
 from kvtier.store import Store
 
 if sys.argv[3] == "handler":
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
 store = Store.open(settings(Path(sys.argv[1]), commit_interval=60.0))
 namespace = store.namespace(identity())
-commit_at_sigterm(store)
+shutdown.commit_at_sigterm(store)
 chain = keys("chain", 10)
 put(namespace, chain, contents(chain, 5000))
 print("put", flush=True)
@@ -42,7 +43,7 @@ def test_sigterm_commits_first(tmp_path: Path, before: str, status: int) -> None
     try:
         assert process.stdout is not None and process.stdout.readline() == "put\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == status
+        assert process.wait(300) == status
     finally:
         process.kill()
         process.wait()

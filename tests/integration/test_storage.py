@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvtier_test_platform.committed import wait_until
 from pools import Engine
 from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import (
@@ -352,7 +353,7 @@ def test_a_replicated_pool_is_stored_once_and_read_by_all(start, attach) -> None
     assert writer.batch_exists(keys(1)) == 0
     assert writer.batch_set_v1(keys(1), place, after()) == [True]
     writer.flush(WAIT)
-    assert other.batch_exists(keys(1)) == 1
+    wait_until(lambda: other.batch_exists(keys(1)) == 1, "page of the other rank")
     assert other.batch_get_v1(keys(1), slots(engine, "kv", 5)) == [True]
     assert page(engine, "kv", 5) == stored[0]
     assert REGISTRY.get_sample_value("kvtier_kv_copies") == 2
@@ -377,7 +378,7 @@ def test_a_session_moves_between_data_parallel_ranks(start, attach) -> None:
     here, there = attach(engine, dp_rank=0), attach(engine, dp_rank=1)
     here.batch_set_v1(keys(1), slots(engine, "kv", 0), after())
     here.flush(WAIT)
-    assert there.batch_exists(keys(1)) == 1
+    wait_until(lambda: there.batch_exists(keys(1)) == 1, "page of the other rank")
 
 
 # --- faults -----------------------------------------------------------------------------------

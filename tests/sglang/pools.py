@@ -57,10 +57,12 @@ from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 
+from kvtier.integration.storage import page_keys
+
 torch.set_num_threads(1)  # small tensors: a pool of threads would only wait for busy cores
 
 BACKEND = "kvtier"
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 
 FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 
@@ -431,9 +433,16 @@ class Engine(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
             )
 
     def wait_until_seen(self, keys: list[str]) -> None:
-        """Wait until the storage backend's lookups show pages that another engine has stored."""
+        """Wait until the storage backend's lookups show what another engine has stored of a chain
+        and a restore needs. KV is committed first."""
         deadline = time.monotonic() + DEADLINE_S
-        while self.storage.batch_exists(keys) < len(keys):
+        namespace = self.storage._open_namespace()
+        while not all(
+            namespace.contains(
+                self.storage._columns[pool], page_keys([keys[n] for n in sorted(ordinals)])
+            ).all()
+            for pool, ordinals in self.needed(len(keys)).items()
+        ):
             self.assertLess(time.monotonic(), deadline, "what was stored never came into view")
             time.sleep(0.01)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from kvtier_test_platform.committed import committed_pages, kv_pages, wait_until
-from kvtier_test_platform.server import PAGE_SIZE, Server, free_port, prompt_tokens
+from kvtier_test_platform.server import PAGE_SIZE, Server, free_port, gone, prompt_tokens
 from servers import MODELS, PROMPT, assert_all_from_storage
 from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
@@ -158,9 +158,8 @@ def launched(directory: Path, *flags: str, **environment: str) -> Iterator[Launc
         process.wait()
 
 
-@pytest.mark.timeout(1500)
 def test_a_killed_server_comes_back_with_its_prompt_and_a_stop_commits(tmp_path: Path) -> None:
-    with launched(tmp_path, KVTIER_COMMIT_INTERVAL="30") as launch:
+    with launched(tmp_path, KVTIER_COMMIT_INTERVAL="60") as launch:
         first = launch.wait_ready(1)
         own = tmp_path / "config" / "kvtier" / "machine.toml"
         assert own.exists() or SYSTEM.exists()  # a machine that has its file keeps it
@@ -178,14 +177,14 @@ def test_a_killed_server_comes_back_with_its_prompt_and_a_stop_commits(tmp_path:
         assert_all_from_storage(warm, PROMPT)
         assert warm.output_ids == cold.output_ids
 
-        # What was computed a moment before a stop is not due for half a minute yet.
+        # What was computed a moment before a stop is not due for a minute yet.
         engine = psutil.Process(launch.engine())
-        family = [engine, *engine.children(recursive=True)]
+        family = [engine.pid, *(child.pid for child in engine.children(recursive=True))]
         launch.client.generate(LAST)
         wait_until(lambda: _waiting(tmp_path) >= len(LAST), "pages that wait for a commit")
         launch.process.terminate()
         assert launch.process.wait(120) == 0
-        assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert gone(*family)
         assert launch.lines("stopped") == ["stopped"]
         assert kv_pages(committed_pages(tmp_path)) == WHOLE_PAGES + len(LAST) // PAGE_SIZE
 

@@ -30,7 +30,7 @@ SHIM = Path(__file__).parents[2] / "tools" / "powercut" / "shim.c"
 
 TP = 2
 POLICIES = ("wait_complete", "timeout")
-PATIENCE = 60.0
+PATIENCE = 300.0
 """Seconds in which every call must be answered, many times what one takes."""
 
 PROMPT = prompt_tokens(1, 700)
@@ -55,7 +55,7 @@ class Ranks:
     @contextlib.contextmanager
     def storage(self, root: Path, policy: str, **settings: Any) -> Iterator[None]:
         """Attach kvtier with a store of its own, whose drives' breakers are closed."""
-        waits = {"prefetch_threshold": 64, "prefetch_timeout_base": PATIENCE / 2}
+        waits = {"prefetch_threshold": 64, "prefetch_timeout_base": PATIENCE / 2, "put_deadline": 8}
         self.server.flush_cache()
         self.server.attach_storage("kvtier", {"root": str(root), **waits, **settings}, policy)
         try:

@@ -45,6 +45,9 @@ def _under(bench: Bench, *faults: tuple, quiet: bool = False) -> None:
             for slot, (operation, path, keywords) in enumerate(faults)
         ]
         bench.serve(2)
+        deadline = time.monotonic() + 60
+        while not any(one.met for one in met) and time.monotonic() < deadline:
+            bench.serve(1)
         if not any(one.met for one in met):
             bench.wrong.append("the fault was never met")
     bench.resumed()

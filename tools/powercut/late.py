@@ -68,7 +68,12 @@ def _stall(
     request = PoolPages(column, asked, buffers(memory, KV))
     wrong = []
     with fault(READ, ".kvs", mode=BLOCK, times=rng.randint(1, 3)) as stalled:
-        [came] = namespace.get([request])
+        deadline = time.monotonic() + 60
+        while True:
+            [came] = namespace.get([request])
+            if stalled.met or time.monotonic() > deadline:  # else it was given up before it began
+                break
+        stalled.wait_until_held()
         right = content(column, asked, KV.part_bytes)
         if (memory[came] != right[came]).any():
             wrong.append("wrong bytes in a page that came")

@@ -11,6 +11,9 @@ from typing import NamedTuple
 from kvtier.index import Index
 from kvtier.layout import Layout
 from kvtier.place import store_path
+from kvtier.status import statuses
+
+PATIENCE = 600.0
 
 
 class StoredColumn(NamedTuple):
@@ -46,15 +49,22 @@ def kv_pages(pages: Pages) -> int:
     return sum(count for column, count in pages.items() if column.pool == "kv")
 
 
-def wait_for_kv_pages(root: Path, count: int, timeout: float = 120) -> None:
-    """Wait until the store has committed `count` KV pages, all shards together.
-
-    A page's KV comes after its other pools, so these are there as well then.
-    """
+def wait_for_kv_pages(root: Path, count: int, timeout: float = PATIENCE) -> None:
+    """Wait until the store has committed `count` KV pages, all shards together, and all else that
+    its servers have put; until then not even their own lookups show it all."""
     wait_until(lambda: kv_pages(committed_pages(root)) >= count, f"{count} KV pages", timeout)
+    layout, seen = Layout.open(store_path(root), create=False), time.time_ns()
+
+    def settled() -> bool:
+        return all(
+            status.updated_ns > seen and not status.uncommitted_tokens
+            for status in statuses(layout)
+        )
+
+    wait_until(settled, "end of the commit", timeout)
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = 120) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = PATIENCE) -> None:
     """Poll until `condition` holds. Raises TimeoutError naming what did not come."""
     deadline = time.monotonic() + timeout
     while not condition():

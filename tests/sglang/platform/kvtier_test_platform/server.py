@@ -29,10 +29,10 @@ from kvtier_test_platform import PLATFORM
 PAGE_SIZE = 16
 """Tokens a page: small, so that short prompts have many pages."""
 
-START_TIMEOUT = 300.0
+START_TIMEOUT = 900.0
 """Seconds until a server must be ready. Two idle cores need 20 to 55."""
 
-ANSWER_TIMEOUT = 300.0
+ANSWER_TIMEOUT = 900.0
 
 ADMIN_KEY = "kvtier-tests"
 """SGLang attaches and detaches a storage only for callers with an administrator's key."""
@@ -309,3 +309,12 @@ def cacheable_tokens(count: int) -> int:
     """How much of a prompt of `count` tokens SGLang can take from its caches: whole pages, and
     never the last token, from which the first output token is computed."""
     return (count - 1) // PAGE_SIZE * PAGE_SIZE
+
+
+def gone(*pids: int) -> bool:
+    """Whether none of these processes runs any more; zombies don't."""
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                return False
+    return True
