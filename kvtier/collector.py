@@ -133,7 +133,7 @@ class Collector:
         words += ["--grace", str(self._config.grace)]
         words += ["--tails", str(self._config.tails_per_chain)]
         words += ["--segment-size", str(self._config.segment_size)]
-        named = vars(self._config.limits).items()
+        named = vars(self._quota.limits).items()
         limits = {name: str(value) for name, value in named if value is not None}
         words += ["--limits", json.dumps(limits)]
         pipe = subprocess.PIPE

@@ -181,7 +181,7 @@ class Committer:
     def flush(self, timeout: float | None) -> bool:
         """Wait until everything queued so far is durable or has failed."""
         with self._changed:
-            self._hurry = True
+            self._hurry = bool(self._queue or self._records or self._busy)
             self._changed.notify_all()
             return self._changed.wait_for(
                 lambda: not (self._queue or self._records or self._busy), timeout
@@ -234,7 +234,6 @@ class Committer:
         Pages are written ahead of their commit as soon as they fill a large write.
         """
         while not (self._queue or self._records or batch.pieces):
-            self._hurry = False
             if self._closing:
                 return None
             self._changed.wait()

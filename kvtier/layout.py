@@ -163,10 +163,10 @@ def _scratch(path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[Path]
     fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
+            _adopt(scratch, path.parent)
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
-        _adopt(scratch, path.parent)  # before it has its name: who sees it there can read it
         yield scratch
     finally:
         scratch.unlink(missing_ok=True)

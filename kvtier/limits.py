@@ -121,10 +121,10 @@ def read_limits(layout: Layout) -> Named:
         reason = str(error).rstrip(".")
     except KeyError as error:
         reason = f"it names {error}, known are {', '.join(_PARSERS)}"
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         reason = "it is not a JSON object"
     raise ConfigError(
-        f"{path} is damaged and is not heeded ({reason}): "
+        f"{path} is damaged and changes nothing for servers that run ({reason}): "
         "set the limits anew with `kvtier limit --set SIZE`, or remove them with --clear."
     )
 
@@ -156,11 +156,13 @@ class LimitsFile:
         self._layout = layout
         self._settings = settings
         self._seen: tuple[int, ...] = (-1,)
+        self._unread: tuple[int, ...] = (-1,)
         self._limits = settings
 
     def current(self) -> Limits:
         """The limits that count; one call of stat unless the file was changed. Never raises: a file
-        that is damaged, or being written, or cannot be read changes nothing and is logged once."""
+        that is damaged, or being written, or cannot be read changes nothing, and is logged once
+        for each of its changes. One that cannot be read is tried again each time."""
         try:
             status = (self._layout.path / FILE).lstat()
             seen: tuple[int, ...] = (status.st_ino, status.st_ctime_ns, status.st_size)
@@ -174,6 +176,9 @@ class LimitsFile:
             except ConfigError as error:
                 logger.error("kvtier: %s", error)
             except OSError as error:
-                logger.error("kvtier: cannot read %s (%s)", self._layout.path / FILE, error)
+                if seen != self._unread:
+                    logger.error("kvtier: cannot read %s (%s)", self._layout.path / FILE, error)
+                self._unread = seen
+                return self._limits
             self._seen = seen
         return self._limits

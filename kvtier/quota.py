@@ -9,7 +9,8 @@ grant lets it pass the cap. What others put into the directory is seen at the ne
 
 The limits are looked at within every grant and before what was granted ahead is used. So once
 `Account.taken` leaves a lowered cap its margin, the cap holds, whatever was granted before; and a
-store that is below a cap when it is lowered passes it by no more than what was being written.
+store that is below a cap when it is lowered passes it by no more than what was reserved for writes
+under way.
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ class Quota:
         """The same with what it comes from."""
         with self._lock:
             if not self._closed:
+                self._limits_file.current()  # read before others have to wait for this process
                 try:
                     with self._ledger.locked() as account:
                         self._take_note(account)
@@ -168,6 +170,11 @@ class Quota:
                 except Busy:
                     pass
             return self._standing
+
+    @property
+    def limits(self) -> Limits:
+        """What this process goes by now."""
+        return self._limits
 
     def measure(self) -> Standing:
         """Walk the directory, for all processes: after space was freed, and now and then instead

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier import quota
 from kvtier.layout import Layout
-from kvtier.ledger import Busy, Ledger
+from kvtier.ledger import Account, Busy, Ledger
 from kvtier.limits import Amount, Limits
 from kvtier.quota import Quota, margin
 
@@ -58,12 +58,18 @@ Make = Callable[..., Quota]
 def within(layout: Layout, cap: int) -> bool:
     """Whether what the store takes and its processes may yet write leaves this cap its margin. If
     that is the store's limit, it stays so, whatever was granted before."""
+    account = accounted(layout)
+    return account.measured > 0 and account.taken <= cap - margin(cap)
+
+
+def accounted(layout: Layout) -> Account:
+    """The store's record; an empty one while somebody else has it."""
     ledger = Ledger(layout)
     try:
         with ledger.locked() as account:
-            return account.measured > 0 and account.taken <= cap - margin(cap)
+            return account
     except Busy:
-        return False
+        return Account()
     finally:
         ledger.forget()
 

@@ -1,12 +1,13 @@
-"""A process that measures a store every 100 ms, then prints what it saw.
+"""A process that measures a store every 100 ms until its standard input ends, then prints what it
+saw.
 
-Arguments: the store, how many samples."""
+Argument: the store."""
 
 from __future__ import annotations
 
 import json
+import select
 import sys
-import time
 from pathlib import Path
 
 from kvtier.backends.local import disk_usage
@@ -15,9 +16,8 @@ from kvtier.backends.local import disk_usage
 def main() -> None:
     """Sample."""
     samples = []
-    for _ in range(int(sys.argv[2])):
+    while not select.select([sys.stdin], [], [], 0.1)[0]:
         samples.append(disk_usage(Path(sys.argv[1])))
-        time.sleep(0.1)
     print(json.dumps(samples))
 
 

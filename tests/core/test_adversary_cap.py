@@ -126,7 +126,8 @@ def test_what_a_collection_prints_ends_no_later_one(
     other = tmp_path / "python"
     other.write_text(f"#!/bin/sh\necho '{answer}'\n")
     other.chmod(0o755)
-    store = Store.open(settings(tmp_path / "root", limit=CAP, grace=0.0, commit_size=MIB))
+    changes = {"limit": CAP, "grace": 0.0, "commit_size": MIB, "put_deadline": 8}
+    store = Store.open(settings(tmp_path / "root", **changes))
     pages = store.namespace(IDENTITY, KV)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(other))

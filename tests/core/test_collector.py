@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from making import KV, contents, fresh_index, get, identity, keys, opened, put, store_of
-from quotas import within
+from quotas import accounted, within
 
 from kvtier import collector
 from kvtier.backends.local import disk_usage
@@ -70,7 +71,8 @@ def test_three_servers_and_a_gc_never_take_more_than_the_cap(tmp_path: Path) -> 
     for writer in writers:
         assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
     sampling = subprocess.Popen(
-        [sys.executable, str(HERE / "sampler.py"), str(store), "600"],
+        [sys.executable, str(HERE / "sampler.py"), str(store)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -80,6 +82,7 @@ def test_three_servers_and_a_gc_never_take_more_than_the_cap(tmp_path: Path) -> 
             words = [sys.executable, "-c", KVTIER, "gc", "--limit", limit, str(tmp_path)]
             gc = subprocess.run(words, capture_output=True, text=True, check=False)
             assert gc.returncode in (0, 1), gc.stderr
+        _until(lambda: accounted(layout).granted > 3 * cap, "they stored no more than that")
         write_limits(layout, {"limit": Amount(lower)})
         _until(lambda: within(layout, lower), "the lower limit was never reached")
         lowered = time.monotonic()
@@ -90,7 +93,7 @@ def test_three_servers_and_a_gc_never_take_more_than_the_cap(tmp_path: Path) -> 
         answers = _end(writers)
         samples = json.loads(sampling.communicate(timeout=PATIENCE)[0])
     assert max(samples) <= cap
-    assert sum(answer["stored"] for answer in answers) * SIZE > cap
+    assert sum(answer["stored"] for answer in answers) * SIZE > 3 * cap
     assert disk_usage(store) <= lower
     _no_holes(store)
     index = fresh_index(store)
@@ -154,6 +157,26 @@ def test_a_full_store_takes_new_sessions_and_keeps_the_last_used(tmp_path: Path)
             chain = head + own
             assert get(namespace, chain, size) == contents(chain, size)
         assert store.failures == 0
+
+
+def test_collections_go_by_the_limit_that_a_damaged_file_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    begin = subprocess.Popen
+
+    def popen(words: list[str], **more: Any) -> subprocess.Popen[bytes]:
+        started.append(words)
+        return begin(words, **more)
+
+    monkeypatch.setattr("kvtier.collector.subprocess.Popen", popen)
+    with opened(tmp_path, limit=60 * MIB) as (store, _):
+        write_limits(store.layout, {"limit": Amount(24 * MIB)})
+        assert store.quota.standing().cap == 24 * MIB
+        (store.root / "limits.json").write_text("{")
+        store._collector.start()
+        [words] = started
+        assert json.loads(words[words.index("--limits") + 1])["limit"] == "24MiB"
 
 
 def test_what_cannot_be_freed_refuses_new_pages_and_says_why(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -441,15 +442,17 @@ def test_a_reader_beside_moves_gets_exact_bytes_or_misses(
 ) -> None:
     """Without a grace time, and with one in which its keeper looks at what was moved."""
     monkeypatch.setattr(compaction, "MOST_SEGMENTS", 0)
-    layout, stop, sleep = layout_of(root), tmp_path / "stop", time.sleep
+    layout, stop = layout_of(root), tmp_path / "stop"
 
     def let_it_look(seconds: float = 0.0) -> None:
         looks: set[int] = set()
         while grace and len(looks) < 3:  # the second may have begun before
+            assert reader.poll() is None
             looks |= {status.updated_ns for status in statuses(layout)}
-            sleep(0.05)
+            time.sleep(0.05)
 
-    monkeypatch.setattr(time, "sleep", let_it_look)
+    clock = SimpleNamespace(sleep=let_it_look, time_ns=time.time_ns)
+    monkeypatch.setattr("kvtier.collection.time", clock)
     here = str(Path(__file__).parent)
     words = [sys.executable, "-c", READER, str(root), here, str(stop)]
     reader = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)

@@ -152,15 +152,18 @@ def test_a_hanging_drive_is_waited_for_once(
         chain = keys("chain", 4)
         put(namespace, chain, contents(chain, SIZE))
         assert store.flush(60)
+        monkeypatch.setattr(breakers, "FIRST_PAUSE", 3600.0)
         gate, asked, real = threading.Event(), [], local.read_extent
+        begun = threading.Event()
 
         def hanging(path: Path, start: int, buffer: memoryview, *, direct: bool) -> int:
             asked.append(start)
+            begun.set()
             gate.wait(120)
             return real(path, start, buffer, direct=direct)
 
         monkeypatch.setattr(reader, "read_extent", hanging)
-        while not asked:  # a thread that was late to begin is not waited for either
+        while not begun.wait(1):  # a thread that was late to begin is not waited for either
             store.reads._next_trial = 0.0
             assert get(namespace, chain, SIZE) == [None] * 4
         assert store.reads.open
@@ -195,7 +198,7 @@ def test_a_late_read_touches_nobodys_page(tmp_path: Path, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(reader, "read_extent", hanging)
         memory = Memory(6, cut(SIZE))
-        while not begun.is_set():
+        while not begun.wait(1):
             store.reads._next_trial = 0.0
             [answer] = namespace.get([PoolPages(KV, chain, memory.buffers())])
             assert not answer.any()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from quotas import PATIENCE, Clock, M, Make, crash, fill, layout, make
@@ -113,6 +115,26 @@ def test_measurements_are_rare(make: Make) -> None:
     seen = one.measurements
     one.reserve(0)
     assert one.measurements == seen + 1, "a clock that was set back"
+
+
+def test_a_full_store_is_walked_a_twentieth_of_the_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    one = make(clock=clock)
+    fill(one, M)
+    ticks = itertools.count()
+    monkeypatch.setattr(quota, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    one.measure()  # it takes a second
+    seen = one.measurements
+    for _ in range(19):
+        clock.now += 1
+        assert not one.reserve(M)
+    assert one.measurements <= seen + 1, "the one that is due after 10 s"
+    for _ in range(82):
+        clock.now += 1
+        assert not one.reserve(M)
+    assert 4 <= one.measurements - seen <= 10
 
 
 def test_measuring_in_one_thread_delays_no_other(

@@ -107,8 +107,7 @@ class Model:
         """What was granted before a limit was lowered may be written, and no more is granted until
         there is room."""
         assert self.taken() <= self.most
-        if self.taken() <= self.limit - margin(self.limit):
-            self.most = self.limit
+        self.most = max(self.limit, min(self.most, self.taken() + margin(self.MOST)))
 
     def put(self, folder: str, size: int) -> None:
         if size:

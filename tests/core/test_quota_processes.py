@@ -89,15 +89,16 @@ def test_the_cap_holds_at_every_sample_under_load(layout: Layout, damage: bool) 
     limit = 24 * M
     source = random.Random(1)
     with contextlib.ExitStack() as stack:
+        sampler = stack.enter_context(_process("sampler.py", layout.path))
         arguments = (layout.path, limit, 512 << 10)
         started = [stack.enter_context(_process("spender.py", *arguments, n, "")) for n in range(6)]
         for process in started:
             _wait_for(process, "refused")
-        sampler = stack.enter_context(_process("sampler.py", layout.path, 100))
         for n in range(2):
             started[n].kill()
             started.append(stack.enter_context(_process("spender.py", *arguments, 6 + n, "")))
-        while sampler.poll() is None:
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
             if damage:
                 _flip(layout, source)
             time.sleep(0.02)

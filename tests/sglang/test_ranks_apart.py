@@ -55,7 +55,8 @@ class Ranks:
     @contextlib.contextmanager
     def storage(self, root: Path, policy: str, **settings: Any) -> Iterator[None]:
         """Attach kvtier with a store of its own, whose drives' breakers are closed."""
-        waits = {"prefetch_threshold": 64, "prefetch_timeout_base": PATIENCE / 2, "put_deadline": 8}
+        waits = {"prefetch_threshold": 64, "prefetch_timeout_base": PATIENCE / 2}
+        waits |= {"put_deadline": 8, "read_deadline": 8}
         self.server.flush_cache()
         self.server.attach_storage("kvtier", {"root": str(root), **waits, **settings}, policy)
         try:

@@ -51,7 +51,7 @@ def kv_pages(pages: Pages) -> int:
 
 def wait_for_kv_pages(root: Path, count: int, timeout: float = PATIENCE) -> None:
     """Wait until the store has committed `count` KV pages, all shards together, and all else that
-    its servers have put; until then not even their own lookups show it all."""
+    its servers have put. Before that, not even the server that stored them finds them all."""
     wait_until(lambda: kv_pages(committed_pages(root)) >= count, f"{count} KV pages", timeout)
     layout, seen = Layout.open(store_path(root), create=False), time.time_ns()
 
