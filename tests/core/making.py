@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from kvtier.pages import ROOT, Bools, Column, Link, PageBuffers, PoolPages
 from kvtier.store import Namespace, Store
 
 KV = Column("kv", "tp0")
+
+PATIENCE = 240.0
+"""Seconds that nothing takes which comes at all."""
 
 GUARD = 0xA5
 """What fills the memory before, between and after pages."""
@@ -253,3 +257,12 @@ def frozen_copy(store: Path, target: Path) -> Path:
             with contextlib.suppress(FileNotFoundError):  # replaced or removed meanwhile
                 shutil.copy2(path, copy)
     return target
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Poll until `holds`. TimeoutError naming what did not come."""
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(0.05)

@@ -5,12 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from making import KV, contents, fresh_index, get_each, keys, put, settings, store_of
+from making import (
+    KV,
+    PATIENCE,
+    contents,
+    fresh_index,
+    get_each,
+    keys,
+    put,
+    settings,
+    store_of,
+    until,
+)
 
 from kvtier.backends.local import disk_usage
 from kvtier.chains import Chains, chains
@@ -28,15 +37,7 @@ SWA = Column("swa", "tp0")
 IDENTITY = Identity.of({"model": "model", "page_tokens": 256})
 
 
-PATIENCE = 120.0
 CAP = 6 * MIB
-
-
-def _until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def _fill(store: Store, pages: Namespace, name: str) -> None:
@@ -139,7 +140,7 @@ def test_what_a_collection_prints_ends_no_later_one(
         put(pages, last, contents(last, SIZE))
         return store.flush(PATIENCE) and bool(pages.contains(KV, last).all())
 
-    _until(stored, "no collection made room")
+    until(stored, "no collection made room")
     assert disk_usage(store.root) <= CAP
     store.close()
 
@@ -184,7 +185,7 @@ def test_a_stopped_collection_ends_with_the_store(tmp_path: Path) -> None:
     process = collector._process
     os.kill(process.pid, signal.SIGSTOP)
     store.close()
-    _until(lambda: process.poll() is not None, "the collection outlives the store")
+    until(lambda: process.poll() is not None, "the collection outlives the store")
 
 
 def test_a_collection_imports_nothing_from_the_working_directory(

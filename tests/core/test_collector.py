@@ -7,12 +7,23 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from making import KV, contents, fresh_index, get, identity, keys, opened, put, store_of
+from making import (
+    KV,
+    PATIENCE,
+    contents,
+    fresh_index,
+    get,
+    identity,
+    keys,
+    opened,
+    put,
+    store_of,
+    until,
+)
 from quotas import accounted, within
 
 from kvtier import collector
@@ -27,15 +38,7 @@ from kvtier.pages import Column, Link
 HERE = Path(__file__).parent
 MIB = 1 << 20
 SIZE = 64 << 10
-PATIENCE = 240.0
 KVTIER = "from kvtier.cli import main; main()"
-
-
-def _until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def _writer(root: Path, name: str, **changes: object) -> subprocess.Popen[str]:
@@ -82,11 +85,10 @@ def test_three_servers_and_a_gc_never_take_more_than_the_cap(tmp_path: Path) -> 
             words = [sys.executable, "-c", KVTIER, "gc", "--limit", limit, str(tmp_path)]
             gc = subprocess.run(words, capture_output=True, text=True, check=False)
             assert gc.returncode in (0, 1), gc.stderr
-        _until(lambda: accounted(layout).granted > 3 * cap, "they stored no more than that")
+        until(lambda: accounted(layout).granted > 3 * cap, "they stored no more than that")
         write_limits(layout, {"limit": Amount(lower)})
-        _until(lambda: within(layout, lower), "the lower limit was never reached")
-        lowered = time.monotonic()
-        while time.monotonic() < lowered + 10:
+        until(lambda: within(layout, lower), "the lower limit was never reached")
+        for _ in range(100):
             assert disk_usage(store) <= lower
             time.sleep(0.1)
     finally:
@@ -129,7 +131,7 @@ def test_a_store_above_its_cap_is_trimmed_at_start(tmp_path: Path) -> None:
     scratch.write_bytes(os.urandom(2 * MIB))
     assert disk_usage(store) > 45 * MIB
     with opened(tmp_path, "served", limit=30 * MIB, grace=0.1) as (opened_store, namespace):
-        _until(lambda: disk_usage(store) <= 30 * MIB, "the store stayed above its cap")
+        until(lambda: disk_usage(store) <= 30 * MIB, "the store stayed above its cap")
         assert foreign.stat().st_size == 8 * MIB and not scratch.exists()
         opened_store.index.refresh()
         left = {
@@ -231,7 +233,7 @@ def test_superseded_tails_go_while_the_server_runs(
         def thinned() -> bool:
             return int(namespace.contains(swa, chain).sum()) <= 20
 
-        _until(thinned, "superseded tails were never dropped")
+        until(thinned, "superseded tails were never dropped")
         store.index.refresh()
         kept_at = [n + 1 for n, there in enumerate(namespace.contains(swa, chain)) if there]
         assert kept_at[-1] == len(chain)
@@ -242,4 +244,4 @@ def test_superseded_tails_go_while_the_server_runs(
         last = chain[-1:]
         assert get(namespace, last, tail_bytes, swa) == contents(last, tail_bytes, "t")
         wanted = 400 * page_bytes + len(kept_at) * tail_bytes
-        _until(lambda: disk_usage(store.root) < 1.2 * wanted + MIB, "their space was not freed")
+        until(lambda: disk_usage(store.root) < 1.2 * wanted + MIB, "their space was not freed")

@@ -265,8 +265,10 @@ def test_a_second_signal_while_the_first_is_passed_on_is_not_lost(
     one._on_signal(signal.SIGINT, None)
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
         monkeypatch.setattr(process, "terminate", lambda: one._on_signal(signal.SIGINT, None))
-        one._stop(process)
-        process.kill()
+        try:
+            one._stop(process)
+        finally:
+            process.kill()
     assert "killed by a second signal" in capsys.readouterr().err
 
 
