@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
+import logging
 import os
 import struct
 from collections.abc import Sequence
@@ -17,6 +19,8 @@ from kvtier.memory import Slice
 
 WRITE_BYTES = 16 << 20
 """Slices that are neighbours in memory and in the file are written together up to this size."""
+
+logger = logging.getLogger("kvtier")
 
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
@@ -37,7 +41,18 @@ def open_direct(path: Path, flags: int, *, direct: bool) -> tuple[int, bool]:
                 raise
             # open(2) makes the file even where it then refuses the flag.
             flags &= ~os.O_EXCL
+            _say_that_it_is_refused(path.parent)
     return os.open(path, flags, 0o600), False
+
+
+@functools.cache
+def _say_that_it_is_refused(folder: Path) -> None:
+    """Once for each folder in a process."""
+    logger.warning(
+        "kvtier: the file system of %s refuses O_DIRECT: pages pass through the page cache and are "
+        "dropped from it, which is slower; ext4 and XFS take it",
+        folder,
+    )
 
 
 class SegmentWriter:
@@ -188,8 +203,12 @@ def _merged(blocks: Sequence[tuple[int, Slice]]) -> list[tuple[int, memoryview]]
 
 
 def read_extent(path: Path, start: int, buffer: memoryview, *, direct: bool) -> int:
-    """Fill `buffer` from `start` of a segment (both aligned); bytes read. OSError on a fault."""
-    fd, _ = open_direct(path, os.O_RDONLY, direct=direct)
+    """Fill `buffer` from `start` of a segment (both aligned); bytes read. OSError on a fault.
+
+    With `direct` what was read does not stay in the page cache, also where O_DIRECT is refused;
+    without it, it does: the next reader of the host finds it there.
+    """
+    fd, passed_by = open_direct(path, os.O_RDONLY, direct=direct)
     try:
         done = 0
         while done < len(buffer):
@@ -199,6 +218,8 @@ def read_extent(path: Path, start: int, buffer: memoryview, *, direct: bool) -> 
                 break
         if done < len(buffer) and start + done < os.fstat(fd).st_size:
             raise OSError(errno.EIO, "the drive gave only part of what it has")
+        if direct and not passed_by:
+            os.posix_fadvise(fd, start, done, os.POSIX_FADV_DONTNEED)
         return done
     finally:
         os.close(fd)

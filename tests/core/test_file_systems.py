@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,3 +154,51 @@ def test_a_rank_that_loses_puts(tmp_path: Path) -> None:
         held = {found.namespace: np.zeros(0, np.int64)}
         [victims] = choose([found], 30 * 80_000, held).values()
         assert len(victims) and not found.reachable[victims].any()
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused", "stays", "lines"),
+    [(True, False, False, 0), (True, True, False, 1), (False, False, True, 0)],
+    ids=["direct", "refused", "switched off"],
+)
+def test_what_reads_leave_in_the_page_cache(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: bool,
+    refused: bool,
+    stays: bool,
+    lines: int,
+) -> None:
+    """Nothing where `direct_io` is on, also on a file system that refuses O_DIRECT, which is said
+    once; what was read where it is off."""
+    opens = os.open
+
+    def refusing(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opens(path, flags, *rest, **named)
+
+    if refused:
+        monkeypatch.setattr(os, "open", refusing)
+    chain = keys("cached", 8)
+    with opened(tmp_path, direct_io=asked) as (store, namespace):
+        for some in (chain[:4], chain[4:]):
+            put(namespace, some, contents(some, 64 << 10))
+            assert store.flush(120)
+        assert get(namespace, chain, 64 << 10) == contents(chain, 64 << 10)
+        [payload] = store.layout.segments.glob("*.kvs")
+        cached = [_cached(payload, at << 16) for at in range(8)]
+    assert cached == [stays] * 8
+    assert caplog.text.count("refuses O_DIRECT") == lines
+
+
+def _cached(path: Path, offset: int) -> bool:
+    """Whether the page cache has this block of a file."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(fd, [bytearray(4096)], offset, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
