@@ -137,7 +137,7 @@ def _resolved(settings: list[Setting], profile: Profile, machine: Machine) -> li
     source = "computed from the cards found"
     if not fits(profile, machine):
         cards, source = profile.gib, "computed from the profile's cards"
-    counts = plan.expert_split(profile.model, cards)
+    counts = plan.expert_split(profile, cards) or ()
     resolved = replace(split, value=",".join(map(str, counts)), source=source)
     return [resolved if s is split else s for s in settings]
 

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.config import Config
+from kvtier.errors import ConfigError
 from kvtier.integration.launcher.profiles import Model, Profile
+from kvtier.integration.patches.split import derive_split, parse_split
 
 GB, GIB = 10**9, 2**30
 
@@ -87,18 +89,22 @@ class Plan:
 
 
 def plan(
-    profile: Profile, cards: Sequence[float], slots: int | None = None, drive_rate: float = 5 * GB
+    profile: Profile,
+    cards: Sequence[float],
+    slots: int | None = None,
+    drive_rate: float = 5 * GB,
+    split_given: str = "",
 ) -> Plan:
     """The plan of a profile with a model, for cards of so many GiB and a drive of so many bytes a
-    second. Raises ValueError for a profile without one."""
+    second. `split_given`: KVTIER_EXPERT_SPLIT, if that is set. Raises ValueError for a profile
+    without a model, ConfigError for a split that is none of it."""
     if profile.model is None:
         raise ValueError(profile.name)
     model = profile.model
     tokens = int(profile.number("max-total-tokens"))
     usual = max(1, round(tokens / model.slot_tokens))
     slots = slots or usual
-    uneven = profile.get("patches", "expert_split") is not None
-    split = expert_split(model, cards) if uneven else _even(model, len(cards))
+    split = expert_split(profile, cards, split_given) or _even(model, len(cards))
     rows = tuple(_row(profile, model, cards, split, n) for n in range(1, max(slots, usual) + 2))
     pool = next(row for row in rows if row.slots == slots)
     host_tokens = int(profile.number("hicache-ratio") * pool.pool_tokens)
@@ -127,17 +133,27 @@ def plan(
     )
 
 
-def expert_split(model: Model, cards: Sequence[float]) -> tuple[int, ...]:
-    """How many experts each card gets, so that as much stays free on all: the same on every card
-    but for what its memory differs from the mean. The sum is exactly the model's."""
-    each = model.expert_bytes / GIB
-    mean = sum(cards) / len(cards)
-    wanted = [model.experts / len(cards) + (gib - mean) / each for gib in cards]
-    counts = [math.floor(number) for number in wanted]
-    by_rest = sorted(range(len(cards)), key=lambda i: counts[i] - wanted[i])
-    for card in by_rest[: model.experts - sum(counts)]:
-        counts[card] += 1
-    return tuple(counts)
+def expert_split(
+    profile: Profile, cards: Sequence[float], given: str = ""
+) -> tuple[int, ...] | None:
+    """How many experts each card gets; None where they are in equal parts. The sum is exactly the
+    model's.
+
+    `given`: KVTIER_EXPERT_SPLIT, which wins over the profile's own. Raises ConfigError for a split
+    that is not one of this model over these cards.
+    """
+    model, own = profile.model, profile.get("patches", "expert_split")
+    passed = profile.get("environment", "KVTIER_EXPERT_SPLIT")
+    text = given or str(passed.value if passed else own.value if own else "")
+    if model is None or not text:
+        return None
+    split = parse_split(text) or derive_split(cards, model.experts, model.expert_bytes / GIB)
+    if len(split) != model.ranks or sum(split) != model.experts:
+        raise ConfigError(
+            f"KVTIER_EXPERT_SPLIT is {text}: {model.name} has {model.experts} experts on "
+            f"{model.ranks} cards, and this is {sum(split)} on {len(split)}; auto computes one."
+        )
+    return split
 
 
 def _even(model: Model, cards: int) -> tuple[int, ...]:

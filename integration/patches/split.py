@@ -8,7 +8,9 @@ rank sees ids of its own: those it holds in its window, and one beside it for al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvtier.errors import ConfigError
@@ -34,22 +36,85 @@ def parse_split(value: str) -> tuple[int, ...] | None:
     return split
 
 
-def derive_split(memory_gib: Sequence[float], experts: int) -> tuple[int, ...]:
-    """The split that leaves the same memory free on all cards. Raises ConfigError if none does."""
+def derive_split(
+    memory_gib: Sequence[float], experts: int, each: float = GIB_PER_EXPERT
+) -> tuple[int, ...]:
+    """The split that leaves the same memory free on all cards: as much on equal cards, as nearly as
+    whole experts allow on others. `each`: GiB of an expert. Raises ConfigError if none does.
+
+    Two equal cards report a few MiB more or less, and 3 of 4 cards get the same number only if it
+    is looked for: each card by itself would be rounded to 109, 92, 92, 91.
+    """
     even = experts / len(memory_gib)
     mean = sum(memory_gib) / len(memory_gib)
-    exact = [even + (memory - mean) / GIB_PER_EXPERT for memory in memory_gib]
-    split = [int(share) for share in exact]
-    by_rest = sorted(range(len(exact)), key=lambda rank: split[rank] - exact[rank])
-    for rank in by_rest[: experts - sum(split)]:
-        split[rank] += 1
+    groups = _equal(memory_gib)
+    exact = [0.0] * len(memory_gib)
+    for group in groups:
+        usual = sum(memory_gib[card] for card in group) / len(group)
+        for card in group:
+            exact[card] = even + (usual - mean) / each
+    split = min(_splits(exact, groups, experts), key=lambda some: _cost(some, exact))
     if min(split) < 1:
         sizes = ", ".join(f"{memory:.1f}" for memory in memory_gib)
         raise ConfigError(
-            f"Cards of {sizes} GiB are too unlike for {experts} experts of {GIB_PER_EXPERT} GiB: "
+            f"Cards of {sizes} GiB are too unlike for {experts} experts of {each:.2f} GiB: "
             "set KVTIER_EXPERT_SPLIT to the number of experts of each rank."
         )
+    return split
+
+
+_EQUAL_SHARE = 0.01
+"""Cards whose memory differs by less than this are equal."""
+
+
+def _equal(memory_gib: Sequence[float]) -> list[list[int]]:
+    """The cards in groups of equals."""
+    groups: list[list[int]] = []
+    for card in sorted(range(len(memory_gib)), key=lambda card: memory_gib[card]):
+        least = memory_gib[groups[-1][0]] if groups else 0.0
+        if groups and memory_gib[card] - least <= _EQUAL_SHARE * least:
+            groups[-1].append(card)
+        else:
+            groups.append([card])
+    return groups
+
+
+def _splits(
+    exact: Sequence[float], groups: Sequence[Sequence[int]], experts: int
+) -> Iterator[tuple[int, ...]]:
+    """Splits near `exact`: those in which equal cards hold the same, if there are any, and the one
+    in which each card is rounded by itself."""
+    yield _rounded(exact, range(len(exact)), experts)
+    several = [group for group in groups if len(group) > 1]
+    single = [group[0] for group in groups if len(group) == 1]
+    for steps in itertools.product((0, 1), repeat=len(several)):
+        shares = list(exact)
+        for group, step in zip(several, steps, strict=True):
+            for card in group:
+                shares[card] = math.floor(exact[card]) + step
+        left = experts - sum(shares)
+        for card in single:
+            shares[card] += left / len(single)
+        if abs(sum(shares) - experts) < 0.5:
+            yield _rounded(shares, single, experts)
+
+
+def _rounded(shares: Sequence[float], cards: Sequence[int], experts: int) -> tuple[int, ...]:
+    """Whole numbers whose sum is `experts`; what is left over goes to `cards`, the largest rests
+    first."""
+    split = [math.floor(share) for share in shares]
+    by_rest = sorted(cards, key=lambda card: split[card] - shares[card])
+    for card in by_rest[: experts - sum(split)]:
+        split[card] += 1
     return tuple(split)
+
+
+def _cost(split: Sequence[int], exact: Sequence[float]) -> tuple[float, bool, float]:
+    """How far the fullest card is above its share, to a whole expert; whether equal cards hold
+    different numbers; the same exactly."""
+    above = max(held - share for held, share in zip(split, exact, strict=True))
+    uneven = len(set(zip(split, exact, strict=True))) > len(set(exact))
+    return math.ceil(above), uneven, above
 
 
 class Share(NamedTuple):

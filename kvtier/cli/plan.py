@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,7 +55,8 @@ def plan(
         )
     here = machine.read()
     cards = [card.gib for card in here.cards] if fits(profile, here) else profile.gib
-    found = planned(profile, cards, slots, rate)
+    split = os.environ.get("KVTIER_EXPERT_SPLIT", "")
+    found = planned(profile, cards, slots, rate, split)
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2))
     else:

@@ -26,10 +26,10 @@ NOWHERE = Machine((), "", 0, (), (), "", 0, -1, "", None)
 
 RIG = Machine(
     cards=(
-        Card("NVIDIA RTX 6000D", 84.0, "0000:01:00.0", 0),
-        Card("NVIDIA RTX 6000D", 84.0, "0000:02:00.0", 0),
+        Card("NVIDIA RTX 6000D", 83.6, "0000:01:00.0", 0),
+        Card("NVIDIA RTX 6000D", 83.6, "0000:02:00.0", 0),
         Card("NVIDIA RTX PRO 6000", 95.6, "0000:41:00.0", 0),
-        Card("NVIDIA RTX 6000D", 84.0, "0000:42:00.0", 0),
+        Card("NVIDIA RTX 6000D", 83.6, "0000:42:00.0", 0),
     ),
     link="PHB",
     cards_on_bus=4,

@@ -11,7 +11,7 @@ from kvtier.integration.launcher import machine, machine_file
 from kvtier.integration.launcher.load_watch import LoadWatch
 
 CSV = """\
-NVIDIA RTX 6000D, 86016 MiB, 00000000:41:00.0, 4, 16
+NVIDIA RTX 6000D, 85651 MiB, 00000000:41:00.0, 4, 16
 NVIDIA RTX PRO 6000 Blackwell Workstation Edition, 97887 MiB, 00000000:01:00.0, 5, 16
 NVIDIA GB10, [N/A], 00000000:51:00.0, [N/A], [N/A]
 """
@@ -56,7 +56,7 @@ def test_cards_come_in_the_order_of_their_address() -> None:
         machine.Card(
             "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 95.6, "0000:01:00.0", None, 63.04e9
         ),
-        machine.Card("NVIDIA RTX 6000D", 84.0, "0000:41:00.0", None, 31.52e9),
+        machine.Card("NVIDIA RTX 6000D", 83.6, "0000:41:00.0", None, 31.52e9),
     ]
     assert machine.parse_cards("NVIDIA-SMI has failed\n") == []
 

@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 
+from kvtier.errors import ConfigError
 from kvtier.integration.launcher import profiles
 from kvtier.integration.launcher.plan import GB, GIB, expert_split, plan
+from kvtier.integration.launcher.profiles import Setting
 
 RIG = profiles.load("rtxpro-mixed")
 MODEL = RIG.model
@@ -17,6 +19,7 @@ CLOSE = 0.03
 
 @pytest.mark.parametrize(("slots", "free"), [(2, 5.97), (3, 4.23), (4, 2.50)])
 def test_free_memory_of_an_84_gib_card(slots: int, free: float) -> None:
+    """nvidia-smi reports 85,651 MiB for it."""
     found = plan(RIG, RIG.gib, slots)
     assert found.row.pool_tokens == slots * 1_050_000
     assert found.row.free[1] / GB == pytest.approx(free, rel=CLOSE)
@@ -42,12 +45,38 @@ def test_a_slot() -> None:
 
 
 def test_the_split_follows_the_cards_wherever_they_are() -> None:
-    assert expert_split(MODEL, [84, 84, 95.6, 84]) == (92, 92, 108, 92)
-    assert expert_split(MODEL, [140.4] * 4) == (96,) * 4
+    assert expert_split(RIG, [84, 84, 95.6, 84]) == (92, 92, 108, 92)
+    assert expert_split(RIG, [140.4] * 4) == (96,) * 4
+    assert expert_split(profiles.load("rtxpro-4x96"), [84, 84, 95.6, 84]) is None
     for cards in ([95.6, 80, 84, 90], [84, 96, 96, 96]):
-        assert sum(expert_split(MODEL, cards)) == MODEL.experts
+        assert sum(expert_split(RIG, cards) or ()) == MODEL.experts
         free = plan(RIG, cards).row.free
-        assert max(free) - min(free) <= MODEL.expert_bytes
+        assert sum(free) / len(free) - min(free) <= MODEL.expert_bytes
+
+
+@pytest.mark.parametrize(
+    ("cards", "split"),
+    [
+        ([97887, 85651, 85651, 85651], (108, 92, 92, 92)),
+        ([85651, 85655, 97887, 85649], (92, 92, 108, 92)),
+        ([85651, 85651, 97887, 97887], (87, 87, 105, 105)),
+        ([97887] * 4, (96,) * 4),
+    ],
+)
+def test_equal_cards_hold_the_same(cards: list[int], split: tuple[int, ...]) -> None:
+    """MiB as nvidia-smi reports them; some cards of a kind report a few more or less."""
+    found = plan(RIG, [mib / 1024 for mib in cards])
+    assert found.split == split and found.row.fits
+
+
+def test_a_given_split_is_what_the_plan_uses() -> None:
+    assert plan(RIG, RIG.gib, split_given="120,88,88,88").split == (120, 88, 88, 88)
+    given = Setting("environment", "KVTIER_EXPERT_SPLIT", "111,91,91,91")
+    passed = dataclasses.replace(RIG, settings=(*RIG.settings, given))
+    assert plan(passed, RIG.gib).split == (111, 91, 91, 91)
+    for wrong in ("108,92,92", "108,92,92,93"):
+        with pytest.raises(ConfigError, match="384 experts on 4 cards"):
+            plan(RIG, RIG.gib, split_given=wrong)
 
 
 def test_host_memory_and_sessions() -> None:

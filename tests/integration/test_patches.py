@@ -156,7 +156,7 @@ def test_the_launcher_can_split_experts_where_there_is_no_sglang() -> None:
     code = (
         "import sys; sys.modules.update(sglang=None, torch=None);"
         "from kvtier.integration.patches.split import derive_split;"
-        "print(*derive_split([95.6, 84.0, 84.0, 84.0], 384))"
+        "print(*derive_split([95.6, 83.6, 83.6, 83.6], 384))"
     )
     assert _run("-c", code).stdout.split() == ["108", "92", "92", "92"]
 
