@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvtier.config import Config
 from kvtier.errors import ConfigError
@@ -15,6 +17,7 @@ from kvtier.integration.launcher import plan
 from kvtier.integration.launcher.machine import Machine, p2p_level
 from kvtier.integration.launcher.profiles import Profile, Setting
 from kvtier.patches import PATCHES, VARIABLE
+from kvtier.place import find_store
 
 ALIASES = {
     "enable-hicache": "enable-hierarchical-cache",
@@ -93,26 +96,74 @@ def build(
         why = "The machine file sets it."
         new = Setting("environment", name, value, why, source="machine file")
         settings = _with(settings, new)
-    settings = _model_and_store(settings, wanted)
+    given = {name for name, _ in split_flags(wanted.flags)}
+    extra = given_extra(wanted.flags)
+    settings = _model_and_store(settings, wanted, extra or {})
     environment = _environment(settings)
     for name, value in (environ or {}).items():
         if name.startswith(_PASSED) and environment.get(name) != value:
             environment[name] = value
             new = Setting("environment", name, value, "Your shell has it.", source=CALLER)
             settings = _with(settings, new)
-    given = {name for name, _ in split_flags(wanted.flags)}
     if wanted.keys and "config" in given:
         raise ConfigError(
             "--keys FILE is SGLang's --config, which it takes once: put the keys into your own."
         )
-    own = [s for s in settings if s.kind == "sglang" and s.name not in given]
+    merged = {EXTRA} if extra is not None and any(s.name == EXTRA for s in settings) else set()
+    own = [s for s in settings if s.kind == "sglang" and s.name not in given - merged]
     arguments = [word for setting in own for word in _words(setting)]
     shown = [s for s in settings if s.kind != "sglang"] + own
     shown += [
         Setting("sglang", name, value or True, "You gave it after --.", source="command line")
         for name, value in split_flags(wanted.flags)
+        if name not in merged
     ]
-    return Command(environment, arguments + list(wanted.flags), shown)
+    flags = _without(wanted.flags, EXTRA) if merged else list(wanted.flags)
+    return Command(environment, arguments + flags, shown)
+
+
+EXTRA = "hicache-storage-backend-extra-config"
+
+
+def given_extra(flags: Sequence[str]) -> dict[str, Any] | None:
+    """The store's settings that a person gave after `--` in SGLang's own flag; None if there are
+    none, or if they are for another backend. ConfigError if they cannot be read.
+
+    SGLang takes JSON, or @FILE with JSON, TOML or YAML.
+    """
+    found = dict(split_flags(flags))
+    if EXTRA not in found or found.get("hicache-storage-backend", "kvtier") != "kvtier":
+        return None
+    text = found[EXTRA] or ""
+    parse: Callable[[str], Any] = json.loads
+    if text.startswith("@"):
+        file = Path(text[1:])
+        kinds = {".json": json.loads, ".toml": tomllib.loads}
+        if file.suffix.lower() not in kinds:
+            raise ConfigError(f"--{EXTRA} {text}: the launcher merges .json and .toml only.")
+        parse = kinds[file.suffix.lower()]
+        try:
+            text = file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--{EXTRA} {text} cannot be read ({error}).") from None
+    try:
+        extra = parse(text)
+    except ValueError as error:
+        raise ConfigError(f"--{EXTRA} cannot be read ({error}): give a JSON object.") from None
+    if not isinstance(extra, dict):
+        raise ConfigError(f'--{EXTRA} is no JSON object: write it as \'{{"limit": "1000G"}}\'.')
+    return extra
+
+
+def _without(flags: Sequence[str], name: str) -> list[str]:
+    """The words of a command line's flags but for those of one flag."""
+    kept, dropped = [], False
+    for word in flags:
+        if re.match(r"--[a-zA-Z]", word):
+            dropped = word[2:].partition("=")[0] == name
+        if not dropped:
+            kept.append(word)
+    return kept
 
 
 def split_flags(words: Sequence[str]) -> list[tuple[str, str | None]]:
@@ -172,16 +223,25 @@ def _derived(settings: list[Setting], machine: Machine) -> list[Setting]:
     return settings
 
 
-def _model_and_store(settings: list[Setting], wanted: Wanted) -> list[Setting]:
-    extra = {s.name: s.value for s in settings if s.kind == "store"} | {"root": str(wanted.store)}
+def _model_and_store(
+    settings: list[Setting], wanted: Wanted, given: Mapping[str, Any]
+) -> list[Setting]:
+    """`given`: settings of the store after `--`; each wins over the profile's."""
+    root = given.get("root")
+    if root is not None and find_store(Path(str(root))) != wanted.store:
+        raise ConfigError(
+            f"The store is {wanted.store} by --store and {root} by --{EXTRA}: give it once."
+        )
+    extra = {s.name: s.value for s in settings if s.kind == "store"}
+    extra = {**extra, **given, "root": str(wanted.store)}
     first = Setting("sglang", "model-path", wanted.model, "You gave it.", source="command line")
     Config.load(extra, {})  # a wrong setting of the store ends here and not after minutes
     settings = [first, *settings]
     if any((s.kind, s.name) == ("sglang", "enable-hierarchical-cache") for s in settings):
         why = "Where the store is, and its settings (docs: README, Settings)."
         text = json.dumps(extra)
-        new = Setting("sglang", "hicache-storage-backend-extra-config", text, why)
-        settings = _with(settings, replace(new, source="--store and the profile"))
+        source = "--store, the profile and the command line" if given else "--store and the profile"
+        settings = _with(settings, Setting("sglang", EXTRA, text, why, source=source))
     if wanted.keys:
         why = "API keys come from a file of yours and are never in the process list."
         new = Setting("sglang", "config", str(wanted.keys), why, source="command line")

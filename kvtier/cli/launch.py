@@ -114,7 +114,7 @@ def launch(
         raise ConfigError("Say which model to serve: --model PATH.")
     wanted = Wanted(
         model=_absolute(model) or "PATH",
-        store=_store(store),
+        store=_store(store or _given_root(context.args)),
         keys=_whole(keys) if keys else None,
         flags=tuple(context.args),
     )
@@ -286,6 +286,14 @@ def _write_unit(file: Path, name: str, wanted: Wanted, without: list[str]) -> No
         f"Wrote {file}. Then: systemctl daemon-reload && systemctl enable --now {file.name}",
         highlight=False,
     )
+
+
+def _given_root(flags: list[str]) -> Path | None:
+    """The store that SGLang's own flag names, after `--`."""
+    from kvtier.integration.launcher.command import given_extra
+
+    root = (given_extra(flags) or {}).get("root")
+    return None if root is None else Path(str(root))
 
 
 def _store(given: Path | None) -> Path:

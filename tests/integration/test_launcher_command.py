@@ -100,6 +100,57 @@ def test_the_split_and_the_link_are_those_of_the_machine() -> None:
     assert command.environment["SGLANG_AUTO_NUMA_BIND"] == "0"
 
 
+EXTRA = "--hicache-storage-backend-extra-config"
+
+
+def _extra(*words: str) -> dict[str, object]:
+    """The settings of the store in a dry run's command, which has them once."""
+    done = kvtier("launch", "h200-4x", "--model", "/models/some", "--dry-run", *words)
+    assert done.returncode == 0, done.stderr
+    [found] = [line for line in done.stdout.splitlines() if EXTRA in line]
+    return json.loads(found.split("'")[1])
+
+
+def test_settings_of_the_store_after_the_dashes_are_merged(tmp_path: Path) -> None:
+    usual = _extra("--store", "/mnt/nvme")
+    more = {"limit": "2G", "prefetch_threshold": 512}
+    file = tmp_path / "extra.toml"
+    file.write_text('limit = "2G"\nprefetch_threshold = 512\n')
+    for words in ([EXTRA, json.dumps(more)], [f"{EXTRA}={json.dumps(more)}"], [EXTRA, f"@{file}"]):
+        found = _extra("--store", "/mnt/nvme", "--", *words, "--page-size", "64")
+        assert found == {**usual, **more}
+    elsewhere = json.dumps({"root": "/mnt/other"})
+    assert _extra("--", EXTRA, elsewhere)["root"] == "/mnt/other/kvtier"
+    both = kvtier(
+        *("launch", "h200-4x", "--model", "/m", "--store", "/mnt/nvme", "--dry-run"),
+        *("--", EXTRA, elsewhere),
+    )
+    assert both.returncode == 2 and "/mnt/nvme/kvtier by --store and /mnt/other" in both.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"limt": "2G"}', "limit"),
+        ('{"limit": 2', "give a JSON object"),
+        ("[1]", "no JSON object"),
+        ("@/nonexistent.json", "cannot be read"),
+        ("@/nonexistent.yaml", ".json and .toml only"),
+    ],
+)
+def test_settings_of_the_store_that_cannot_be_read_end_the_launch(text: str, said: str) -> None:
+    words = ("--model", "/m", "--store", "/mnt/nvme", "--dry-run", "--", EXTRA, text)
+    done = kvtier("launch", "h200-4x", *words)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_settings_of_another_backend_stay_as_they_are() -> None:
+    words = ("--hicache-storage-backend", "file", EXTRA, '{"tp_lcm_size": 8}')
+    wanted = dataclasses.replace(WANTED, flags=words)
+    command = build(profiles.load("generic"), wanted, NOWHERE)
+    assert command.value("hicache-storage-backend-extra-config") == '{"tp_lcm_size": 8}'
+
+
 def test_what_is_stronger_comes_later() -> None:
     profile = profiles.load("rtxpro-mixed")
     level = {"NCCL_P2P_LEVEL": "SYS"}
