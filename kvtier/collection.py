@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvtier.backends.local import disk_usage
 from kvtier.chains import Chains, chains
 from kvtier.compaction import compact, write_budget
@@ -48,6 +50,12 @@ class Collected:
     """Bytes written to move what was left in sparse segments."""
     fault: str = ""
     """Why the number of files could not be brought down; empty if nothing failed."""
+    stored: int = 0
+    """Payload there was before a dry run."""
+    lost: int = 0
+    """Payload of `pages` in a dry run."""
+    pinned: int = 0
+    """Pinned sessions that a dry run would shorten."""
     leaves: set[bytes] = field(default_factory=set, repr=False)
     """Leaves there were before."""
 
@@ -93,6 +101,12 @@ def collect(
         result.leaves = _leaves(found)
         result.count(victims)
         result.after = before - sum(v.bytes for v in victims)
+        result.stored = sum(int(c.bytes.sum()) for c in found)
+        result.lost = sum(int(v.chains.bytes[v.pages].sum()) for v in victims)
+        pins = pinned(layout)
+        for v in victims:
+            held = v.chains.pages_of(pins.get(v.chains.namespace, ()))
+            result.pinned += int(np.isin(held, v.pages).sum())  # ends go first
         return result
     if limit < _SMALL:
         drop_ballast(layout)

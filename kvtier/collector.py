@@ -222,7 +222,7 @@ def main() -> None:
             words.limit,
             grace=words.grace,
             tails_per_chain=words.tails,
-            limits=Config.load(json.loads(words.limits), {}).limits,
+            limits=Config(**json.loads(words.limits)).limits,
             segment_size=words.segment_size,
         )
         result = {

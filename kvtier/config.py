@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvtier.errors import ConfigError
 from kvtier.limits import Amount, Limits, parse_amount
 from kvtier.patches import VARIABLES as PATCH_VARIABLES
-from kvtier.sizes import exact_size, parse_size
+from kvtier.sizes import check_unit, exact_size, parse_size
 from kvtier.tails import TAILS_PER_CHAIN
 
 PREFIX = "KVTIER_"
@@ -180,17 +180,19 @@ class Config:
                 continue
             name = _known(variable, _VARIABLES, "environment variable")
             if name and text.strip():
-                values[name] = _checked(variable, SETTINGS[name], text)
+                values[name] = _given(variable, name, text)
         for key, value in (extra or {}).items():
             if key in SGLANG_KEYS:
                 continue
             name = _known(key, {name: name for name in SETTINGS}, "extra config key")
             if value is not None:
-                values[name] = _checked(key, SETTINGS[name], value)
+                values[name] = _given(key, name, value)
         return cls(**values)
 
 
 SETTINGS: dict[str, _Setting] = {f.name: f.metadata["setting"] for f in fields(Config)}
+_LIMITS = {f.name for f in fields(Limits)}
+"""Settings in which a unit that is left out costs what is stored."""
 _VARIABLES = {PREFIX + name.upper(): name for name in SETTINGS}
 _VARIABLES |= dict.fromkeys(PATCH_VARIABLES, "")  # no settings of a store
 
@@ -216,6 +218,17 @@ def _known(name: object, valid: Mapping[str, str], what: str) -> str:
     near = difflib.get_close_matches(str(name), list(valid), n=1)
     remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(valid))}."
     raise ConfigError(f"Unknown {what} {name}: {remedy}")
+
+
+def _given(label: str, name: str, value: object) -> Any:
+    """`value` as a person gave it for the setting `name`; ConfigError names `label`."""
+    parsed = _checked(label, SETTINGS[name], value)
+    if name in _LIMITS:
+        try:
+            check_unit(value)
+        except ConfigError as error:
+            raise ConfigError(f"{label}: {error}") from None
+    return parsed
 
 
 def _checked(name: str, setting: _Setting, value: object) -> Any:

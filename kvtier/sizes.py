@@ -49,6 +49,18 @@ def parse_size(text: str | int) -> int:
     return int(exact)
 
 
+def check_unit(value: object) -> None:
+    """ConfigError if `value` is a number without a unit below 1 MiB: a unit was left out, or else
+    "800B" says that bytes are meant. 0 is the same in all units, and what is no size passes."""
+    match = None if isinstance(value, bool) else _SIZE.fullmatch(str(value).strip())
+    if match and not match["unit"] and 0 < Decimal(match["number"]) < UNITS["mi"]:
+        number = match["number"]
+        raise ConfigError(
+            f"{value!r} is {number} bytes: did you mean {number}G? "
+            f"If bytes are meant, write {number}B."
+        )
+
+
 def format_size(size: int) -> str:
     """`size` bytes for a person: three digits and a decimal unit, such as "418 KB"."""
     if size < 1000:

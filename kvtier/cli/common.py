@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -11,11 +12,15 @@ import typer
 from rich.console import Console
 
 from kvtier import place
+from kvtier.backends.local import disk_usage
 from kvtier.chains import Chains
+from kvtier.collection import collect
 from kvtier.config import PREFIX, Config
-from kvtier.errors import StoreError
+from kvtier.errors import ConfigError, StoreError
+from kvtier.index import Index
 from kvtier.layout import Layout
 from kvtier.limits import Cap, LimitsFile, Space
+from kvtier.sizes import check_unit, format_size
 
 Root = Annotated[
     Path | None,
@@ -26,6 +31,10 @@ Root = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document for machines.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Don't ask.")]
+
+_SHARE_LOST = 4
+"""One part in so many of what is stored goes without a question."""
 
 out = Console()
 progress = Console(stderr=True)
@@ -42,6 +51,45 @@ def cap_of(layout: Layout, used: int) -> Cap:
     """What a store that takes `used` bytes may take: by its own limits and the environment's."""
     limits = settings("limit", "min_free").limits
     return LimitsFile(layout, limits).current().cap(used, Space.of(layout.path))
+
+
+def agree(what: str) -> None:
+    """Go on only if a person at the terminal agrees to `what`; StoreError where there is none."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise StoreError(f"{what} Nothing is changed: give --yes if that is meant.")
+    if not typer.confirm(f"{what} Go on?", err=True):
+        raise typer.Abort
+
+
+def agree_on_unit(option: str, text: str) -> None:
+    """Ask about a number whose unit was left out."""
+    try:
+        check_unit(text)
+    except ConfigError as error:
+        agree(f"{option}: {error}")
+
+
+def agree_on_loss(layout: Layout, limit: int) -> None:
+    """Ask about a limit in bytes under which much of what is stored goes, or a pinned session."""
+    if disk_usage(layout.path) <= limit:
+        return
+    with progress.status(f"reading {layout.path}"):
+        config = settings("grace", "tails_per_chain")
+        index = Index(layout, readonly=True)
+        lost = collect(
+            layout,
+            index,
+            limit,
+            grace=config.grace,
+            tails_per_chain=config.tails_per_chain,
+            dry_run=True,
+        )
+    if lost.pinned or lost.lost * _SHARE_LOST > lost.stored:
+        pins = f", {count(lost.pinned)} pinned sessions among it" if lost.pinned else ""
+        agree(
+            f"With a limit of {format_size(limit)}, {format_size(lost.lost)} of the "
+            f"{format_size(lost.stored)} that is stored goes for good{pins}."
+        )
 
 
 def find_session(found: list[Chains], key: str) -> tuple[Chains, int]:

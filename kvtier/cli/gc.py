@@ -9,7 +9,19 @@ from typing import Annotated
 import typer
 
 from kvtier.backends.local import disk_usage
-from kvtier.cli.common import AsJson, Root, cap_of, count, find_store, out, progress, settings
+from kvtier.cli.common import (
+    AsJson,
+    Root,
+    Yes,
+    agree_on_loss,
+    agree_on_unit,
+    cap_of,
+    count,
+    find_store,
+    out,
+    progress,
+    settings,
+)
 from kvtier.collection import collect
 from kvtier.collector import alone
 from kvtier.index import Index
@@ -30,14 +42,16 @@ def gc(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would go, and change nothing.")
     ] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Bring a store under a limit, beside running servers or without any.
 
     Tails that later ones supersede go first, then the ends of the sessions that were not used for
     longest, pinned ones last; no page that another needs ever goes before it. K, M, G, T are powers
-    of 1000; Ki, Mi, Gi, Ti of 1024; 80% is a share of the file system. Exit status 1 if the limit
-    cannot be reached (foreign files, or space a running server holds).
+    of 1000; Ki, Mi, Gi, Ti of 1024; 80% is a share of the file system. A --limit under which more
+    than a quarter of what is stored goes, or a pinned session, is asked about. Exit status 1 if the
+    limit cannot be reached (foreign files, or space a running server holds).
 
     Examples:
 
@@ -47,6 +61,9 @@ def gc(
     layout = find_store(root)
     if limit:
         size = parse_amount(limit).of(Space.of(layout.path).size)
+        if not (dry_run or yes):
+            agree_on_unit("--limit", limit)
+            agree_on_loss(layout, size)
     else:
         size = cap_of(layout, disk_usage(layout.path)).bytes
     config = settings("grace", "tails_per_chain", "segment_size")

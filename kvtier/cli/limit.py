@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import time
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from kvtier.backends.local import disk_usage
-from kvtier.cli.common import AsJson, Root, find_store, out
-from kvtier.config import PREFIX, Config
+from kvtier.cli.common import (
+    AsJson,
+    Root,
+    Yes,
+    agree_on_loss,
+    agree_on_unit,
+    find_store,
+    out,
+    settings,
+)
+from kvtier.config import PREFIX
 from kvtier.errors import ConfigError, StoreError
 from kvtier.layout import Layout
 from kvtier.ledger import written_on
@@ -48,14 +57,15 @@ def limit(
     clear: Annotated[
         bool, typer.Option("--clear", help="Forget the store's own limits; settings count again.")
     ] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a store may take and write, or change it while servers run.
 
     What is set here is kept in the store and wins over the settings of every server on it. They
     go by it with the next page; what is stored beyond a lower limit goes as `kvtier gc` would
-    choose. A percentage is of the file system. K, M, G, T are powers of 1000; Ki, Mi, Gi, Ti of
-    1024.
+    choose, and a change under which more than a quarter goes, or a pinned session, is asked about.
+    A percentage is of the file system. K, M, G, T are powers of 1000; Ki, Mi, Gi, Ti of 1024.
 
     Examples:
 
@@ -80,12 +90,29 @@ def limit(
         raise StoreError("Either set limits or --clear them, not both.")
     layout = find_store(root)
     if named or clear:
-        write_limits(layout, {} if clear else _kept(layout) | named)
+        changed = {} if clear else _kept(layout) | named
+        if not yes:
+            for _, option, text, _ in given:
+                agree_on_unit(option, text)
+            _agree(layout, changed)
+        write_limits(layout, changed)
     document = _document(layout)
     if as_json:
         print(json.dumps(document, indent=2))
     else:
         _show(layout, document)
+
+
+def _agree(layout: Layout, changed: Named) -> None:
+    """Ask if much would go with these limits that does not go with those of now."""
+    own = settings(*_NAMES).limits
+    used, space = disk_usage(layout.path), Space.of(layout.path)
+    before, after = (
+        replace(own, **named).cap(used, space)  # type: ignore[arg-type]  # parsed by name
+        for named in (_kept(layout), changed)
+    )
+    if after.bytes < before.bytes:
+        agree_on_loss(layout, after.bytes)
 
 
 def _kept(layout: Layout) -> Named:
@@ -98,15 +125,14 @@ def _kept(layout: Layout) -> Named:
 
 def _document(layout: Layout) -> dict[str, object]:
     names = [PREFIX + name.upper() for name in _NAMES]
-    environ = {name: value for name, value in os.environ.items() if name in names}
-    settings = Config.load(None, environ).limits
-    limits = LimitsFile(layout, settings).current()
+    own = settings(*_NAMES).limits
+    limits = LimitsFile(layout, own).current()
     named = _kept(layout)
     sources = {
         name: FILE
         if name in named
         else variable
-        if getattr(settings, name) != getattr(Limits(), name)
+        if getattr(own, name) != getattr(Limits(), name)
         else "default"
         for name, variable in zip(_NAMES, names, strict=True)
     }

@@ -131,7 +131,7 @@ def test_inspect_beside_a_running_server(tmp_path: Path) -> None:
         found = json.loads(kvtier("inspect", "--json", tmp_path).stdout)
         assert found["live_writers"] == 1
         assert found["namespaces"][0]["pages"] == 30
-        done = kvtier("gc", "--limit", "400K", "--json", tmp_path, KVTIER_GRACE="0.1")
+        done = kvtier("gc", "--limit", "400K", "--yes", "--json", tmp_path, KVTIER_GRACE="0.1")
         assert done.returncode == 0, done.stderr
         store.index.refresh()
         left = int(namespace.contains(KV, chain).sum())
@@ -146,7 +146,7 @@ def test_gc_brings_a_store_under_its_limit(root: Path) -> None:
     dry = json.loads(kvtier("gc", "--limit", str(limit), "--dry-run", "--json", root).stdout)
     assert dry["pages"] > 0 and dry["dry_run"]
     assert json.loads(kvtier("inspect", "--json", root).stdout)["disk_bytes"] == before
-    done = kvtier("gc", "--limit", str(limit), root)
+    done = kvtier("gc", "--limit", str(limit), "--yes", root)
     assert done.returncode == 0 and done.stdout.startswith("Freed ")
     after = json.loads(kvtier("inspect", "--json", root).stdout)
     assert after["disk_bytes"] <= limit
@@ -156,7 +156,7 @@ def test_gc_brings_a_store_under_its_limit(root: Path) -> None:
 
 def test_gc_says_when_foreign_files_keep_it_from_the_limit(root: Path) -> None:
     (root / "kvtier" / "theirs.bin").write_bytes(b"x" * 100_000)
-    done = kvtier("gc", "--limit", "50K", root)
+    done = kvtier("gc", "--limit", "50K", "--yes", root)
     assert done.returncode == 1 and "foreign files" in done.stdout
     assert (root / "kvtier" / "theirs.bin").stat().st_size == 100_000
     assert "theirs.bin" in kvtier("inspect", root).stdout

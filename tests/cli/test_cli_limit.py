@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_cli import _no_traceback, kvtier
+from making import contents, keys, opened, put
+from test_cli import SIZE, _no_traceback, kvtier
 
 from kvtier.backends.local import disk_usage
+from kvtier.deletion import BALLAST_BYTES
 from kvtier.layout import Layout
 from kvtier.limits import Amount, Limits
 from kvtier.quota import Quota
@@ -129,3 +132,96 @@ def test_no_store(tmp_path: Path) -> None:
     assert done.returncode == 2
     _no_traceback(done)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def sessions(tmp_path: Path) -> Layout:
+    """A store of four sessions with 100 pages of 20 KB each."""
+    with opened(tmp_path / "kvtier") as (opened_store, namespace):
+        for name in "abcd":
+            chain = keys(name, 100)
+            put(namespace, chain, contents(chain, SIZE))
+            assert opened_store.flush(60)
+    return Layout.open(tmp_path / "kvtier", create=False)
+
+
+def _pages(store: Layout) -> int:
+    found = json.loads(kvtier("inspect", "--json", store.path).stdout)
+    return int(found["namespaces"][0]["pages"])
+
+
+SLIPS = [
+    (["limit", "--set", "800"], "--set: '800' is 800 bytes: did you mean 800G?"),
+    (["limit", "--set", "0"], "With a limit of 0 B, 8.00 MB of the 8.00 MB that is stored goes"),
+    (["limit", "--set", "800B"], "With a limit of 800 B, 8.00 MB of the 8.00 MB"),
+    (["limit", "--min-free", "100%"], "With a limit of "),
+    (["limit", "--min-free", "50"], "--min-free: '50' is 50 bytes: did you mean 50G?"),
+    (["limit", "--daily-writes", "500"], "--daily-writes: '500' is 500 bytes: did you mean 500G?"),
+    (["gc", "--limit", "1000"], "--limit: '1000' is 1000 bytes: did you mean 1000G?"),
+    (["gc", "--limit", "1M"], "With a limit of 1.00 MB, 8.00 MB of the 8.00 MB"),
+    (["gc", "--limit", "0"], "With a limit of 0 B, 8.00 MB of the 8.00 MB"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), SLIPS)
+def test_a_slip_takes_nothing(sessions: Layout, words: list[str], says: str) -> None:
+    done = kvtier(*words, sessions.path)
+    assert done.returncode == 2
+    assert says in done.stderr and "give --yes if that is meant" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (sessions.path / "limits.json").exists() and _pages(sessions) == 400
+
+
+def test_what_is_meant_is_done(sessions: Layout) -> None:
+    assert shown(sessions, "--set", "800", "--yes")["limit_bytes"] == 800
+    # A limit that is raised takes nothing, however low it stays.
+    assert shown(sessions, "--set", "1M")["limit_bytes"] == 10**6
+    for limit in ("0", "800"):
+        dry = kvtier("gc", "--limit", limit, "--dry-run", sessions.path)
+        assert dry.stdout.startswith("Would free 8.00 MB") and not dry.stderr
+    assert _pages(sessions) == 400
+    kvtier("gc", "--limit", "0", "--yes", sessions.path)
+    assert _pages(sessions) == 0
+    assert shown(sessions, "--set", "2M")["limit_bytes"] == 2 * 10**6
+
+
+def test_clearing_a_limit_is_asked_about_as_well(sessions: Layout) -> None:
+    shown(sessions, "--set", "1G")
+    done = kvtier("limit", "--clear", sessions.path, KVTIER_LIMIT="1M")
+    assert done.returncode == 2 and "With a limit of 1.00 MB" in done.stderr
+    assert shown(sessions)["limit"] == "1G"
+    assert shown(sessions, "--clear")["limit"] is None
+
+
+def test_a_small_share_goes_unasked_unless_it_is_pinned(sessions: Layout) -> None:
+    limit = f"{disk_usage(sessions.path) - BALLAST_BYTES - 20 * SIZE}B"
+    pin = [keys(name, 100)[-1].hex() for name in "abcd"]
+    for key in pin:
+        assert kvtier("pin", key, sessions.path).returncode == 0
+    for words in (["limit", "--set", limit], ["gc", "--limit", limit]):
+        done = kvtier(*words, sessions.path)
+        assert done.returncode == 2 and ", 1 pinned sessions among it." in done.stderr
+    for key in pin:
+        assert kvtier("unpin", key, sessions.path).returncode == 0
+    assert kvtier("limit", "--set", limit, sessions.path).returncode == 0
+    assert kvtier("gc", "--limit", limit, sessions.path).returncode in (0, 1)
+    assert 0 < _pages(sessions) < 400
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_at_a_terminal_it_asks(sessions: Layout, answer: str) -> None:
+    ours, theirs = os.openpty()
+    try:
+        os.write(ours, f"{answer}\n{answer}\n".encode())
+        command = [sys.executable, "-c", "from kvtier.cli import main; main()"]
+        words = ["limit", "--set", "800", str(sessions.path)]
+        done = subprocess.run(
+            [*command, *words], stdin=theirs, capture_output=True, text=True, check=False
+        )
+    finally:
+        os.close(theirs)
+        os.close(ours)
+    assert "did you mean 800G?" in done.stderr and "Go on? [y/N]" in done.stderr
+    assert done.returncode == (0 if answer == "y" else 1)
+    assert ("8.00 MB of the 8.00 MB" in done.stderr) == (answer == "y")
+    assert (sessions.path / "limits.json").exists() == (answer == "y")

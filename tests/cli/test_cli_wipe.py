@@ -99,19 +99,19 @@ def test_a_pinned_session_goes_last(root: Path) -> None:
         TWO[-1].hex(): False,
     }
     limit = shown["disk_bytes"] - (1 << 20) - 15 * SIZE  # its ballast goes before any page
-    assert kvtier("gc", "--limit", str(limit), root).returncode == 0
+    assert kvtier("gc", "--limit", str(limit), "--yes", root).returncode == 0
     with opened(root) as (_, namespace):
         assert namespace.contains(KV, HEAD + ONE).all()
         assert not namespace.contains(KV, TWO).all()
     assert kvtier("unpin", ONE[-1].hex()[:16], root).returncode == 0
     assert not list((root / "kvtier" / "pins").iterdir())
-    kvtier("gc", "--limit", "0", root)
+    kvtier("gc", "--limit", "0", "--yes", root)
     assert set(_there(root).values()) == {0}
 
 
 def test_pinned_sessions_go_when_nothing_else_is_left(root: Path) -> None:
     kvtier("pin", ONE[-1].hex()[:16], root)
-    kvtier("gc", "--limit", "0", root)
+    kvtier("gc", "--limit", "0", "--yes", root)
     assert set(_there(root).values()) == {0}
 
 

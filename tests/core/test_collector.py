@@ -82,7 +82,7 @@ def test_three_servers_and_a_gc_never_take_more_than_the_cap(tmp_path: Path) -> 
     try:
         for limit in ("100M", "50M"):
             time.sleep(5)
-            words = [sys.executable, "-c", KVTIER, "gc", "--limit", limit, str(tmp_path)]
+            words = [sys.executable, "-c", KVTIER, "gc", "--limit", limit, "--yes", str(tmp_path)]
             gc = subprocess.run(words, capture_output=True, text=True, check=False)
             assert gc.returncode in (0, 1), gc.stderr
         until(lambda: accounted(layout).granted > 3 * cap, "they stored no more than that")
@@ -199,7 +199,12 @@ def test_only_one_collection_at_a_time(tmp_path: Path) -> None:
     with opened(tmp_path) as (store, _):
         words = [sys.executable, "-m", "kvtier.collector", str(store.root)]
         words += ["--limit", "0", "--grace", "0", "--tails", "40"]
-        words += ["--limits", "{}", "--segment-size", "1000000"]
+        words += [
+            "--limits",
+            '{"limit": "4097", "daily_writes": "500"}',
+            "--segment-size",
+            "1000000",
+        ]
         with alone(store.layout, wait=False) as mine:
             assert mine
             done = subprocess.run(words, capture_output=True, text=True, check=False)

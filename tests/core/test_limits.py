@@ -90,6 +90,24 @@ def test_settings_have_limits() -> None:
         Config.load({"daily_writes": "2000Ti"}, {})
 
 
+@pytest.mark.parametrize("given", ["800", 800, "1048575", " 50 "])
+@pytest.mark.parametrize("name", ["limit", "min_free", "daily_writes"])
+def test_a_setting_without_its_unit_is_refused(name: str, given: str | int) -> None:
+    number = str(given).strip()
+    with pytest.raises(ConfigError, match=f"^{name}: .*did you mean {number}G.* write {number}B"):
+        Config.load({name: given}, {})
+    variable = f"KVTIER_{name.upper()}"
+    with pytest.raises(ConfigError, match=f"^{variable}: .*did you mean {number}G"):
+        Config.load({}, {variable: str(given)})
+    meant = getattr(Config.load({name: f"{number}B"}, {}), name)
+    assert meant == (int(number) if name == "daily_writes" else Amount(int(number)))
+
+
+@pytest.mark.parametrize("given", ["0", 0, "1048576", 1 << 20, "800B", "1K", "1%"])
+def test_other_numbers_need_no_unit(given: str | int) -> None:
+    assert Config.load({"limit": given}, {}).limit == parse_amount(given)
+
+
 @pytest.mark.parametrize(
     ("limits", "used", "free", "expected"),
     [
