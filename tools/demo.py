@@ -6,6 +6,7 @@ folder. Exit status 1 if a token that should come from the store doesn't, or the
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -121,6 +122,9 @@ def demonstrate(store: Path) -> bool:
 
 
 def main() -> int:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as store:
         try:
             return 0 if demonstrate(Path(store)) else 1
