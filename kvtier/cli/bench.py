@@ -14,6 +14,8 @@ from kvtier.cli.selfcheck import document, status_of, verdict
 from kvtier.cli.served import DEFAULT_URL, AdminKey, Key, Url
 from kvtier.cli.watch import table
 from kvtier.errors import ConfigError
+from kvtier.integration.launcher.address import Address
+from kvtier.integration.launcher.command import Command
 from kvtier.integration.probes.client import Client
 from kvtier.integration.probes.cold import CITIES, Cold
 from kvtier.integration.probes.cold import measure as measure_cold
@@ -69,8 +71,11 @@ def restore(
     *,
     url: Annotated[
         # Named, since typer 0.27 would call it --URL.
-        str, typer.Option("--url", metavar="URL", help="Where it will answer.")
-    ] = DEFAULT_URL,
+        str | None,
+        typer.Option(
+            "--url", metavar="URL", help="Where it will answer; else by its own --host and --port."
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=256, help="Length of the session, about.")] = 20000,
     tolerance: Annotated[
         float,
@@ -97,7 +102,7 @@ def restore(
             "Say how to start the server: kvtier bench restore -- kvtier launch generic --model "
             "PATH."
         )
-    client = Client(url, key)
+    client = Client(url or Address.of(Command({}, list(context.args), [])).url, key)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server goes with this command
     with progress.status("") as status:
         found = measure_restore(client, context.args, tokens, tolerance, status.update)

@@ -254,6 +254,14 @@ class TestBenchRestore:
         status, _, error = run("bench", "restore", "--url", served.url, "--", "false")
         assert status == 2 and "answers at" in error and "already" in error
 
+    def test_where_the_server_answers_is_read_from_its_command(self, run, served: Served) -> None:
+        port = served.url.rpartition(":")[2]
+        for words in (["--port", port], [f"--port={port}", "--host", "0.0.0.0"]):
+            status, _, error = run("bench", "restore", "--", "false", "--", *words)
+            assert status == 2 and f"answers at {served.url} already" in error
+        status, _, error = run("bench", "restore", "--", "false", "--port", "many")
+        assert status == 2 and "--port many: give a number" in error
+
     def test_a_server_that_does_not_start(self, bench) -> None:
         words = "echo 'error: no such model'; echo 'note: that was all'; exit 3"
         status, _, error = bench("sh", "-c", words)
