@@ -103,7 +103,12 @@ class Ring:
         return self._used
 
     @property
-    def largest(self) -> int:
+    def size(self) -> int:
+        """Bytes of the largest slice there can be; it needs all of the ring."""
+        return self._arena.size
+
+    @property
+    def usual(self) -> int:
         """Bytes of the largest slice worth asking for: four fit at a time."""
         return self._arena.size // 4
 
@@ -127,6 +132,17 @@ class Ring:
             for _ in range(count):
                 _, cost = self._taken.popleft()
                 self._used -= cost
+            if not self._taken:
+                self._head = self._used = 0
+            self._room.notify_all()
+
+    def take_back(self, newest: Slice) -> None:
+        """The slice that was given last is free again: it was not used."""
+        with self._room:
+            start, cost = self._taken.pop()
+            self._used -= cost
+            # What was skipped at the end of the arena is free as well.
+            self._head = start if cost == newest.size else self._arena.size - (cost - newest.size)
             if not self._taken:
                 self._head = self._used = 0
             self._room.notify_all()

@@ -3,11 +3,11 @@ verified there, and only then copied to where they were asked for."""
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
+from collections.abc import Iterable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,26 @@ EXTENT_BYTES = 16 << 20
 
 GAP_BYTES = 64 << 10
 """Bytes nobody asked for that are read along rather than ending an extent."""
+
+PASSING = {
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ESTALE,
+    errno.EINTR,
+    errno.EAGAIN,
+}
+"""Errors of this process or this moment, which say nothing about what is stored."""
+
+OUTCOMES = ("after_miss", "absent", "damaged", "failed", "late", "stopped", "read")
+"""What becomes of a page that is asked for (telemetry.GET_PAGES)."""
+
+_LATE_SHARE = 8
+"""A call that is late waits this part of `read_deadline` for what is under way: SGLang 0.5.23 ends
+a server whose storage threads take longer than 10 s to end."""
+
+_LOOK_SECONDS = 0.25
+"""While a read is waited for, whether others came back is looked at so often."""
 
 _AHEAD = 2
 """Extents in flight per read thread."""
@@ -75,6 +95,10 @@ class _Extent:
     spans: list[_Span] = field(default_factory=list)
 
 
+class _Late(Exception):
+    """No read came back in time."""
+
+
 class _Task:
     """One call of `Reader.get`: what was asked, and the answer so far."""
 
@@ -82,6 +106,11 @@ class _Task:
         self.namespace = namespace
         self.requests = requests
         self.deadline = deadline
+        """No read begins after it."""
+        self.progress = time.monotonic()
+        """When the last read came back."""
+        self.outcomes = [np.zeros(len(r.keys), np.int8) for r in requests]
+        """Number in OUTCOMES; only the first page that fails and those read are told apart."""
         self.done: list[Bools] = [np.zeros(len(r.keys), np.bool_) for r in requests]
         self.right: list[Bools] = [np.zeros(len(r.keys), np.bool_) for r in requests]
         """Pages that were read and are what was stored."""
@@ -89,12 +118,28 @@ class _Task:
         """Index of the first page of each request that failed."""
         self.damaged: list[Grave] = []
 
-    def fail(self, request: int, page: int) -> None:
-        """This page, and so all later ones, will not be delivered."""
-        self.limits[request] = min(self.limits[request], page)
+    def fail(self, request: int, pages: npt.NDArray[np.int64], outcome: str) -> None:
+        """These pages, and so all later ones, will not be delivered."""
+        self.limits[request] = min(self.limits[request], int(pages[0]))
+        self.outcomes[request][pages] = OUTCOMES.index(outcome)
+
+    def came_back(self, _: object) -> None:
+        """A read has ended, well or not."""
+        self.progress = time.monotonic()
+
+    def answers(self) -> list[Bools]:
+        """Which pages were delivered; each page asked for is counted once."""
+        for limit, answer, outcomes in zip(self.limits, self.done, self.outcomes, strict=True):
+            answer[limit:] = False
+            outcomes[answer] = OUTCOMES.index("read")
+            counts = np.bincount(outcomes, minlength=len(OUTCOMES)).tolist()
+            for outcome, pages in zip(OUTCOMES, counts, strict=True):
+                telemetry.GET_PAGES.labels(outcome).inc(pages)
+        return self.done
 
 
-_Flight = tuple[_Extent, "Future[tuple[Arena, int, list[Bools]]]"]
+_Reading = Future[tuple[Arena, int, list[Bools]]]
+_Flight = tuple[_Extent, _Reading]
 _Held = tuple[_Extent, Arena, int, list[Bools]]
 """What was read: where to, the file offset of its first byte, which parts of each span are good."""
 
@@ -128,10 +173,7 @@ class Reader:
         for number in range(len(requests)):
             spans += self._plan(task, number)
         self._read_all(task, _extents([s for s in spans if s.wanted[0] < task.limits[s.request]]))
-        for limit, answer in zip(task.limits, task.done, strict=True):
-            answer[limit:] = False
-            telemetry.GET_PAGES.labels("read").inc(int(answer.sum()))
-        return task.done, task.damaged
+        return task.answers(), task.damaged
 
     def _plan(self, task: _Task, number: int) -> list[_Span]:
         """What must be read for a request; pages without bytes are answered at once."""
@@ -159,32 +201,27 @@ class Reader:
                 spans.append(_Span(number, wanted[start:end], located, block, first))
         absent = np.flatnonzero(~there)
         if len(absent):
-            task.fail(number, int(absent[0]))
-            telemetry.GET_PAGES.labels("absent").inc(len(absent))
+            task.fail(number, absent, "absent")
         return spans
 
     def _read_all(self, task: _Task, extents: list[_Extent]) -> None:
         """Read extents a few at a time, in the order of the files, and copy out what is right."""
         if extents and not self._breaker.allows():
-            for extent in extents:
-                self._give_up(task, extent, "stopped")
+            self._give_up(task, extents, "stopped")
             return
         waiting = deque(extents)
         flying: deque[_Flight] = deque()
         held: list[_Held] = []
-        while waiting or flying:
-            while waiting and len(flying) < _AHEAD * self._config.read_threads:
-                extent = waiting.popleft()
-                flying.append((extent, self._send(task.namespace, extent)))
+        while self._send_more(task, waiting, flying):
             extent, future = flying.popleft()
             try:
-                arena, start, right = future.result(max(0.0, task.deadline - time.monotonic()))
-            except (Late, CancelledError) as end:
-                late = isinstance(end, Late)
+                arena, start, right = self._wait(task, future)
+            except (_Late, CancelledError) as end:
+                late = isinstance(end, _Late)
                 self._abandon([future, *(other for _, other in flying)])
-                for other in (extent, *(e for e, _ in flying), *waiting):
-                    self._give_up(task, other, "late" if late else "stopped")
-                if late:
+                rest = [extent, *(e for e, _ in flying), *waiting]
+                self._give_up(task, rest, "late" if late else "stopped")
+                if late and time.monotonic() >= task.progress + self._config.read_deadline:
                     self._breaker.failed(
                         f"no answer within {self._config.read_deadline:g} s", at_once=True
                     )
@@ -196,12 +233,37 @@ class Reader:
             for span, good in zip(extent.spans, right, strict=True):
                 task.right[span.request][span.wanted[good]] = True
                 if not good.all():
-                    bad = np.flatnonzero(~good)
-                    task.fail(span.request, int(span.wanted[bad[0]]))
+                    task.fail(span.request, span.wanted[~good], "damaged")
                     task.damaged += span.graves(~good)
-                    telemetry.GET_PAGES.labels("damaged").inc(len(bad))
             held = self._land(task, [*held, (extent, arena, start, right)])
         self._land(task, held, last=True)
+
+    def _send_more(
+        self, task: _Task, waiting: deque[_Extent], flying: deque[_Flight]
+    ) -> deque[_Flight]:
+        """The reads under way, with more of those that wait; none is begun after the call's
+        deadline: a drive that is slow and not dead gives what it can until then."""
+        if waiting and time.monotonic() >= task.deadline:
+            self._give_up(task, waiting, "late")
+            waiting.clear()
+        while waiting and len(flying) < _AHEAD * self._config.read_threads:
+            extent = waiting.popleft()
+            flying.append((extent, self._send(task, extent)))
+        return flying
+
+    def _wait(self, task: _Task, future: _Reading) -> tuple[Arena, int, list[Bools]]:
+        """What this read brought. _Late if no read of the call came back for `read_deadline`, or
+        for a short part of it once the call itself is late."""
+        while True:
+            patience = self._config.read_deadline
+            if time.monotonic() >= task.deadline:
+                patience /= _LATE_SHARE
+            left = task.progress + patience - time.monotonic()
+            wait([future], min(max(left, 0.0), _LOOK_SECONDS))
+            if future.done():
+                return future.result()
+            if left <= 0:
+                raise _Late
 
     def _land(self, task: _Task, held: list[_Held], *, last: bool = False) -> list[_Held]:
         """Copy out what is right where all pages before it are; what has to wait for those.
@@ -228,14 +290,15 @@ class Reader:
             self._buffers.give_back(arena)
         return waiting
 
-    def _send(self, namespace: bytes, extent: _Extent) -> Future[tuple[Arena, int, list[Bools]]]:
+    def _send(self, task: _Task, extent: _Extent) -> _Reading:
         """The read under way; cancelled if there are no threads, or no longer."""
         try:
-            return self._threads.submit(self._read, namespace, extent)
+            future = self._threads.submit(self._read, task.namespace, extent)
         except RuntimeError:  # closed meanwhile, or no more threads for this process
-            refused: Future[tuple[Arena, int, list[Bools]]] = Future()
-            refused.cancel()
-            return refused
+            future = Future()
+            future.cancel()
+        future.add_done_callback(task.came_back)
+        return future
 
     def _deliver(self, request: PoolPages, span: _Span, usable: Bools, source: int) -> None:
         size = span.block.part_bytes
@@ -249,7 +312,10 @@ class Reader:
         """(buffer, file offset of its first byte, which parts of each span are right)."""
         start = extent.start // ALIGNMENT * ALIGNMENT
         size = align(extent.end) - start
-        arena = self._buffers.take(size)
+        try:
+            arena = self._buffers.take(size)
+        except MemoryError as error:
+            raise OSError(errno.ENOMEM, "no memory for a read") from error
         try:
             got = read_extent(
                 self._layout.payload(extent.segment),
@@ -280,19 +346,20 @@ class Reader:
 
     def _missed(self, task: _Task, extent: _Extent, error: OSError) -> None:
         """A read failed: forget its pages here, or the engine would ask for them for ever. They
-        are known again after the next start, or when a drive that failed for long works again."""
-        self._give_up(task, extent, "failed")
-        for span in extent.spans:
+        are known again after the next start, or when a drive that failed for long works again.
+        Errors that pass forget nothing: the breaker opens if they stay."""
+        self._give_up(task, [extent], "failed")
+        for span in extent.spans if error.errno not in PASSING else ():
             for grave in span.graves(np.ones(len(span.wanted), np.bool_)):
                 self._index.discard(grave)
         if not isinstance(error, FileNotFoundError):
             self._breaker.failed(error.strerror or str(error))
         self._complaints.add("read", f"cannot read {extent.segment} ({error}): counted as a miss")
 
-    def _give_up(self, task: _Task, extent: _Extent, outcome: str) -> None:
-        for span in extent.spans:
-            task.fail(span.request, int(span.wanted[0]))
-            telemetry.GET_PAGES.labels(outcome).inc(len(span.wanted))
+    def _give_up(self, task: _Task, extents: Iterable[_Extent], outcome: str) -> None:
+        for extent in extents:
+            for span in extent.spans:
+                task.fail(span.request, span.wanted, outcome)
 
 
 def _verify(namespace: bytes, span: _Span, data: memoryview, there: int) -> Bools:

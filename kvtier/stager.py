@@ -13,12 +13,14 @@ import numpy as np
 from kvtier import telemetry
 from kvtier.breaker import Breaker
 from kvtier.committer import Committer, Staged
+from kvtier.complaints import Complaints
 from kvtier.config import Config
-from kvtier.format import block_seed, checksum, column_id, part_seed, running_checksum
+from kvtier.format import align, block_seed, checksum, column_id, part_seed, running_checksum
 from kvtier.index import Index
 from kvtier.keeper import Keeper
 from kvtier.memory import Ring, Slice, gather
 from kvtier.pages import ROOT, Bools, Column, Link, PoolPages
+from kvtier.sizes import exact_size, format_size
 from kvtier.tails import written
 
 _CACHED_BYTES = 4 << 20
@@ -63,6 +65,7 @@ class Stager:
         self._breaker = breaker
         self._config = config
         self._putting = threading.Lock()
+        self._complaints = Complaints()
         self._closed = False
 
     def close(self) -> None:
@@ -130,10 +133,16 @@ class Stager:
 
     def _stage_missing(self, offer: Offer, answer: Bools) -> str:
         """Stage what is not there, and answer for it; what became of pages left over."""
-        size, largest = offer.pages.buffers.part_bytes, self._ring.largest
-        if size > largest:
+        size = offer.pages.buffers.part_bytes
+        if size > self._ring.size:
+            self._complaints.add(
+                "too large",
+                f"a page of the pool {offer.pages.column.pool} has {format_size(size)}, more than "
+                f"staging_size ({format_size(self._ring.size)}), and is not stored: set "
+                f"staging_size to {exact_size(align(4 * size))} or more",
+            )
             return "too_large"
-        longest = min(RUN_PAGES, largest // size) if size else RUN_PAGES
+        longest = min(RUN_PAGES, max(1, self._ring.usual // size)) if size else RUN_PAGES
         deadline = time.monotonic() + self._config.put_deadline
         for start, end in _stretches(~answer, longest):
             data = None
@@ -143,13 +152,22 @@ class Stager:
                     reason = f"nothing could be written for {self._config.put_deadline:g} s"
                     self._breaker.failed(reason, at_once=True)
                     return "no_room"
-            self._stage(offer, slice(start, end), data)
+            try:
+                staged = self._staged(offer, slice(start, end), data)
+            except BaseException as error:
+                if data is not None:
+                    self._ring.take_back(data)
+                if not isinstance(error, OSError | MemoryError):
+                    raise
+                self._complaints.add("copy", f"pages cannot be copied to staging ({error})")
+                return "failed"
+            self._committer.submit(staged)
             answer[start:end] = True
             telemetry.PUT_PAGES.labels("stored").inc(end - start)
         return "stored"
 
-    def _stage(self, offer: Offer, which: slice, data: Slice | None) -> None:
-        """Copy pages to `data` (None if they have no bytes), checksum them and queue them.
+    def _staged(self, offer: Offer, which: slice, data: Slice | None) -> Staged:
+        """Copy pages to `data` (None if they have no bytes) and checksum them.
 
         A few pages at a time: what was just copied is checksummed out of the processor's cache.
         """
@@ -169,19 +187,17 @@ class Stager:
                     sums.append(checksum(part, part_seed(namespace, column, keys[number])))
             whole = block.intdigest()
         parent = pages.keys[which.start - 1] if which.start else offer.link.parent
-        self._committer.submit(
-            Staged(
-                namespace=namespace,
-                column=pages.column,
-                keys=keys,
-                link=Link(parent, offer.link.ordinal + which.start),
-                window=pages.window,
-                part_bytes=size,
-                data=data,
-                checksum=whole,
-                part_checksums=np.array(sums, np.uint64),
-                anchor=offer.anchor if pages.column == offer.anchor else None,
-            )
+        return Staged(
+            namespace=namespace,
+            column=pages.column,
+            keys=keys,
+            link=Link(parent, offer.link.ordinal + which.start),
+            window=pages.window,
+            part_bytes=size,
+            data=data,
+            checksum=whole,
+            part_checksums=np.array(sums, np.uint64),
+            anchor=offer.anchor if pages.column == offer.anchor else None,
         )
 
 

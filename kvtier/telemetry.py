@@ -53,7 +53,8 @@ BREAKER_OPEN = Gauge(
 
 GET_PAGES = Counter("kvtier_get_pages", "Pages asked for, by what became of them", ["outcome"])
 """outcome: read, absent, damaged (checksum), failed (I/O error), late (deadline), stopped (the
-drive fails)."""
+drive fails), after_miss (not looked at any more, or not delivered, since an earlier page of the
+same request failed). Each page that is asked for is counted once."""
 
 READ_BYTES = Counter("kvtier_read_bytes", "Payload read and verified, in bytes")
 LOOKED_UP_PAGES = Counter("kvtier_lookup_pages", "Pages looked up, by answer", ["answer"])

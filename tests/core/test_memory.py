@@ -47,6 +47,27 @@ def test_slices_of_the_ring_stay_inside_and_apart(steps: list[int], blocks: int)
     assert ring.take(blocks * ALIGNMENT, 0) is not None
 
 
+def test_the_newest_slice_can_be_taken_back() -> None:
+    ring = Ring(8 * ALIGNMENT)
+    for _ in range(2):
+        assert ring.take(3 * ALIGNMENT, 0) is not None
+    ring.give_back(1)
+    wrapped = ring.take(3 * ALIGNMENT, 0)
+    assert wrapped is not None and wrapped.start == 0
+    assert ring.used == 8 * ALIGNMENT  # with the end of the arena, which was skipped
+    ring.take_back(wrapped)
+    assert ring.used == 3 * ALIGNMENT
+    end = ring.take(2 * ALIGNMENT, 0)
+    assert end is not None and end.start == 6 * ALIGNMENT
+    ring.take_back(end)
+    ring.give_back(1)
+    assert ring.used == 0
+    only = ring.take(8 * ALIGNMENT, 0)
+    assert only is not None
+    ring.take_back(only)
+    assert ring.used == 0 and ring.take(8 * ALIGNMENT, 0) is not None
+
+
 def test_a_full_ring_goes_on_at_its_start() -> None:
     ring = Ring(4 * ALIGNMENT)
     for _ in range(4):

@@ -359,15 +359,33 @@ def test_nothing_is_asked_and_nothing_answered(tmp_path: Path) -> None:
         assert store.flush(60)
 
 
-def test_a_page_larger_than_staging_is_refused_and_others_go_on(tmp_path: Path) -> None:
-    chain = keys("large", 2)
+@pytest.mark.parametrize("size", [1 << 17, (1 << 18) - 5000, 1 << 18])
+def test_a_page_up_to_all_of_staging_is_stored(tmp_path: Path, size: int) -> None:
+    chain = keys("large", 5)
     sizes = {"staging_size": 1 << 18, "commit_size": 1 << 16}
     with opened(tmp_path, **sizes) as (store, namespace):
-        large = contents(chain, 1 << 17)
-        assert not put(namespace, chain, large).any()
+        assert put(namespace, chain, contents(chain, size)).all()
+        assert put(namespace, chain, contents(chain, SIZE), Column("small")).all()
+        assert store.flush(60)
+        assert get(namespace, chain, size) == contents(chain, size)
+    with opened(tmp_path, **sizes) as (_, namespace):
+        assert get(namespace, chain, size) == contents(chain, size)
+        assert get(namespace, chain, SIZE, Column("small")) == contents(chain, SIZE)
+
+
+def test_a_page_larger_than_staging_is_named_and_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = keys("larger", 2)
+    sizes = {"staging_size": 1 << 18, "commit_size": 1 << 16}
+    with opened(tmp_path, **sizes) as (store, namespace):
+        for _ in range(3):
+            assert not put(namespace, chain, contents(chain, (1 << 18) + 4096)).any()
         assert put(namespace, chain, contents(chain, SIZE), Column("small")).all()
         assert store.flush(60)
         assert get(namespace, chain, SIZE, Column("small")) == contents(chain, SIZE)
+    [line] = [r.getMessage() for r in caplog.records if "staging_size" in r.getMessage()]
+    assert "the pool kv has 266 KB" in line and "set staging_size to 1040KiB or more" in line
 
 
 def test_more_than_staging_holds_goes_through_it(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from making import (
     copies,
     cut,
     fresh_index,
+    get,
     get_each,
     identity,
     keys,
@@ -33,8 +36,10 @@ from making import (
     store_of,
 )
 
+from kvtier import reader, stager, telemetry
 from kvtier.collector import Collector
 from kvtier.errors import StoreError
+from kvtier.memory import Arena, BufferPool
 from kvtier.pages import Column, Link, PoolPages
 from kvtier.store import Namespace, Store
 
@@ -229,6 +234,129 @@ def test_a_read_that_fails_is_a_miss(
         _honest(namespace, complete=(BEFORE,))
     with opened(tmp_path) as (_, namespace):
         _honest(namespace, complete=(BEFORE,))
+
+
+@pytest.mark.parametrize(
+    "number",
+    [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR, errno.EAGAIN],
+    ids=lambda number: errno.errorcode[number],
+)
+def test_what_cannot_be_read_for_a_moment_is_a_hit_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with opened(tmp_path) as (store, namespace):
+        _put_all(store, namespace, BEFORE)
+        with monkeypatch.context() as patch:
+            patch.setattr(reader, "read_extent", lambda *_, **__: _refuse(number)(os.open, ()))
+            assert get(namespace, BEFORE, SIZE) == [None] * len(BEFORE)
+        assert namespace.contains(KV, BEFORE).all()
+        assert get(namespace, BEFORE, SIZE) == contents(BEFORE, SIZE)
+
+
+def test_a_buffer_that_cannot_be_had_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pool: BufferPool, size: int) -> Arena:
+        raise MemoryError
+
+    with opened(tmp_path) as (store, namespace):
+        _put_all(store, namespace, BEFORE)
+        with monkeypatch.context() as patch:
+            patch.setattr(BufferPool, "take", refuse)
+            assert get(namespace, BEFORE, SIZE) == [None] * len(BEFORE)
+        assert get(namespace, BEFORE, SIZE) == contents(BEFORE, SIZE)
+
+
+def _outcomes() -> dict[str, float]:
+    return {
+        sample.labels["outcome"]: sample.value
+        for metric in telemetry.GET_PAGES.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total") and sample.value
+    }
+
+
+@pytest.mark.parametrize(
+    ("fault", "became"),
+    [
+        ("none", {"read": 64}),
+        ("damaged", {"read": 20, "damaged": 1, "after_miss": 43}),
+        ("absent", {"read": 64, "absent": 10}),
+        ("absent first", {"absent": 1, "after_miss": 64}),
+        ("refused", {"failed": 64}),
+    ],
+)
+def test_each_page_asked_for_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, became: dict[str, int]
+) -> None:
+    chain = keys("counted", 64)
+    with opened(tmp_path) as (store, namespace):
+        put(namespace, chain, contents(chain, SIZE))
+        assert store.flush(120)
+        asked = chain
+        if fault == "damaged":
+            [payload] = store.layout.segments.glob("*.kvs")
+            with payload.open("r+b") as file:
+                file.seek(20 * SIZE + 7)
+                file.write(b"damaged")
+        if fault == "absent":
+            asked = chain + keys("missing", 10)
+        if fault == "absent first":
+            asked = keys("missing", 1) + chain
+        if fault == "refused":
+            refuse = _refuse(errno.EIO)
+            monkeypatch.setattr(reader, "read_extent", lambda *_, **__: refuse(os.open, ()))
+        before = _outcomes()
+        get(namespace, asked, SIZE)
+        counts = {name: now - before.get(name, 0) for name, now in _outcomes().items()}
+    assert {name: count for name, count in counts.items() if count} == became
+    assert sum(became.values()) == len(asked)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory"), None])
+def test_a_put_that_fails_between_staging_and_queue_keeps_no_staging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """Staging has room for four such puts. None: a fault of the caller's, which may raise."""
+
+    def fail(*_: object) -> None:
+        raise error or TypeError("no buffers")
+
+    large = contents(BEFORE, 128 << 10)
+    with opened(tmp_path) as (store, namespace):
+        with monkeypatch.context() as patch:
+            patch.setattr(stager, "gather", fail)
+            for _ in range(10):
+                with nullcontext() if error else pytest.raises(TypeError):
+                    assert not put(namespace, BEFORE, large).any()
+        assert store._committer.staged_bytes == 0
+        assert put(namespace, BEFORE, large).all()
+        assert store.flush(120)
+        assert get(namespace, BEFORE, 128 << 10) == large
+
+
+def test_a_drive_that_is_slow_is_not_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read takes three of the eight seconds of `read_deadline`, on a clock of its own."""
+    now = [1000.0]
+    read = reader.read_extent
+
+    def slow(*words: Any, **named: Any) -> int:
+        got = read(*words, **named)
+        now[0] += 3.0
+        return got
+
+    with opened(tmp_path, read_deadline=8.0, read_threads=1) as (store, namespace):
+        _put_all(store, namespace, BEFORE)
+        monkeypatch.setattr(reader, "EXTENT_BYTES", 1)
+        monkeypatch.setattr(reader, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr(reader, "read_extent", slow)
+        for _ in range(3):
+            got = get(namespace, BEFORE, SIZE)
+            there = got.index(None)
+            assert there >= 3
+            assert got == [*contents(BEFORE[:there], SIZE), *[None] * (len(BEFORE) - there)]
+            assert not store.reads.open
+            assert namespace.contains(KV, BEFORE).all()
 
 
 def test_a_store_that_is_moved_away_and_back(tmp_path: Path) -> None:
