@@ -133,7 +133,10 @@ class Config:
     # Below the 10 s in which SGLang's storage threads must end when it is flushed or detached, or
     # the server ends (cache_controller.py, _stop_storage_threads).
     read_deadline: float = _seconds(
-        8.0, 0.001, 3600.0, "A get gives what it has read by then; a drive that gave nothing for so long is left alone"
+        8.0,
+        0.001,
+        3600.0,
+        "A get gives what it has read by then; a drive that gave nothing for so long is left alone",
     )
     put_deadline: float = _seconds(
         8.0, 0.001, 3600.0, "A put that finds no room in staging by then is refused"
