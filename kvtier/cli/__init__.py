@@ -8,6 +8,7 @@ import typer
 
 from kvtier import __version__
 from kvtier.cli.bench import bench
+from kvtier.cli.common import plain
 from kvtier.cli.fsck import fsck
 from kvtier.cli.gc import gc
 from kvtier.cli.inspect import inspect
@@ -58,17 +59,18 @@ def main() -> None:
     try:
         app()
     except KvtierError as error:
-        print(f"kvtier: {error}", file=sys.stderr)
+        print(f"kvtier: {plain(error)}", file=sys.stderr)
         sys.exit(2)
     except PermissionError as error:
         print(
-            f"kvtier: {error.filename or 'the store'}: {error.strerror}; "
+            f"kvtier: {plain(error.filename or 'the store')}: {error.strerror}; "
             "run it as the store's owner or as root.",
             file=sys.stderr,
         )
         sys.exit(2)
     except OSError as error:
         print(
-            f"kvtier: {error.filename or 'the store'}: {error.strerror or error}.", file=sys.stderr
+            f"kvtier: {plain(error.filename or 'the store')}: {plain(error.strerror or error)}.",
+            file=sys.stderr,
         )
         sys.exit(2)

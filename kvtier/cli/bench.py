@@ -8,8 +8,9 @@ import signal
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
-from kvtier.cli.common import AsJson, count, out, progress
+from kvtier.cli.common import AsJson, count, marked, out, progress
 from kvtier.cli.selfcheck import document, status_of, verdict
 from kvtier.cli.served import DEFAULT_URL, AdminKey, Key, Url
 from kvtier.cli.watch import table
@@ -119,7 +120,9 @@ def _show_restore(found: Restore) -> None:
     say(f"server: ready after {found.first_start:.1f} s, {found.second_start:.1f} s after kill -9")
     dropped = f"dropped for {count(found.forgotten)} files of the store and the model"
     say(f"page cache: {dropped if found.forgotten else 'not dropped, the files are not here'}")
-    say(f"session: {session} tokens, {_coloured(True, f'{restored} from the store')}")
+    say(
+        Text.assemble(f"session: {session} tokens, ", _coloured(True, f"{restored} from the store"))
+    )
     say(f"first token, computed: {result.computed.first_token:.2f} s")
     say(f"first token, from the device's cache: {result.held.first_token:.2f} s")
     parts = f"{format_size(int(found.read_bytes))} read"
@@ -145,25 +148,25 @@ def _restore_document(found: Restore) -> dict[str, Any]:
 def _show_cold(found: Cold) -> None:
     chat = found.chat
     cached = _coloured(chat.cached == 0, f"{count(chat.cached)} of them from a cache")
-    say(f"prompt: {count(chat.prompt_tokens)} tokens, {cached}")
+    say(Text.assemble(f"prompt: {count(chat.prompt_tokens)} tokens, ", cached))
     say(f"first token: {chat.first_token:.2f} s, {found.prefill_rate:,.0f} tokens/s")
     say(f"answer: {count(chat.output_tokens)} tokens at {found.decode_rate:,.1f} tokens/s")
     if found.needles:
         all_found = found.found == len(found.needles)
         text = _coloured(all_found, f"{found.found} of {len(found.needles)} found")
         for needle in found.needles:
-            text += "" if needle.found else f"; {needle.city} at {needle.depth:.0%} missed"
-        say(f"needles: {text}")
+            text.append("" if needle.found else f"; {needle.city} at {needle.depth:.0%} missed")
+        say(Text.assemble("needles: ", text))
     if found.cards:
         out.print(table(found.cards), highlight=False)
 
 
-def say(text: str) -> None:
+def say(text: str | Text) -> None:
     out.print(text, highlight=False, soft_wrap=True)
 
 
-def _coloured(good: bool, text: str) -> str:
-    return f"[{'green' if good else 'red'}]{text}[/]"
+def _coloured(good: bool, text: str) -> Text:
+    return marked("green" if good else "red", text)
 
 
 def _cold_document(found: Cold) -> dict[str, Any]:

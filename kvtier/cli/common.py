@@ -6,10 +6,12 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.status import Status
+from rich.text import Text
 
 from kvtier import place
 from kvtier.backends.local import disk_usage
@@ -36,8 +38,39 @@ Yes = Annotated[bool, typer.Option("--yes", help="Don't ask.")]
 _SHARE_LOST = 4
 """One part in so many of what is stored goes without a question."""
 
-out = Console()
-progress = Console(stderr=True)
+
+def plain(text: object) -> str:
+    """What came from outside, on one line and without a say over the terminal: what cannot be
+    printed (control characters, half of a surrogate pair, marks of direction) as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def marked(style: str, text: object, rest: object = "") -> Text:
+    """`text` in a style, and `rest` after it without one."""
+    return Text.assemble((plain(text), style), plain(rest))
+
+
+class _Status(Status):
+    def update(self, status: RenderableType | None = None, **more: Any) -> None:
+        super().update(Text(plain(status)) if isinstance(status, str) else status, **more)
+
+
+class _Console(Console):
+    """Shows every string as it is, in tables too: brackets are no markup. Styles: `marked`."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(markup=False, emoji=False, **more)
+
+    def render_str(self, text: str, **more: Any) -> Text:
+        return super().render_str(plain(text), **more)
+
+    def status(self, status: RenderableType, **more: Any) -> Status:
+        text = Text(plain(status)) if isinstance(status, str) else status
+        return _Status(text, console=self, **more)
+
+
+out = _Console()
+progress = _Console(stderr=True)
 """Progress goes to standard error, so that output can be piped."""
 
 

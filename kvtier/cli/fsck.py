@@ -9,7 +9,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvtier.check import Findings, check
-from kvtier.cli.common import AsJson, Root, count, find_store, out, progress
+from kvtier.cli.common import AsJson, Root, count, find_store, marked, out, progress
 from kvtier.deletion import bury
 from kvtier.index import Index
 from kvtier.layout import segment_name_of
@@ -81,17 +81,22 @@ def _show(found: Findings, *, verified: bool, rebuilt: bool) -> None:
         out.print(f"foreign: {name}", highlight=False)
     for grave in found.damaged:
         out.print(
-            f"[red]damaged:[/] {segment_name_of(grave.segment_id)}.kvs, page {grave.first} of the "
-            f"run at {grave.frame_offset} in its manifest; forgotten",
-            highlight=False,
+            marked(
+                "red",
+                "damaged:",
+                f" {segment_name_of(grave.segment_id)}.kvs, page {grave.first} of the run at "
+                f"{grave.frame_offset} in its manifest; forgotten",
+            )
         )
     for name in found.truncated:
-        out.print(f"[red]truncated:[/] {name}.kvs is shorter than its manifest says or missing")
+        out.print(
+            marked("red", "truncated:", f" {name}.kvs is shorter than its manifest says or missing")
+        )
     for name, why in found.unreadable.items():
-        out.print(f"[red]unreadable:[/] {name}: {why}", highlight=False)
+        out.print(marked("red", "unreadable:", f" {name}: {why}"))
     for line in found.identities:
-        out.print(f"[red]identity:[/] {line}", highlight=False)
-    out.print("[green]clean[/]" if found.clean else "[red]damage found[/]")
+        out.print(marked("red", "identity:", f" {line}"))
+    out.print(marked("green", "clean") if found.clean else marked("red", "damage found"))
 
 
 def _document(found: Findings) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from kvtier.cli.common import (
     cap_of,
     count,
     find_store,
+    marked,
     out,
     progress,
     settings,
@@ -105,8 +106,12 @@ def gc(
         )
         if not done.enough:
             out.print(
-                "[yellow]Not under the limit:[/] the rest is foreign files, space that running "
-                "servers are writing, or what a file system cannot free in part."
+                marked(
+                    "yellow",
+                    "Not under the limit:",
+                    " the rest is foreign files, space that running servers are writing, or what a "
+                    "file system cannot free in part.",
+                )
             )
     if not done.enough:
         raise typer.Exit(1)

@@ -7,9 +7,22 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from kvtier.chains import Session
-from kvtier.cli.common import AsJson, Root, age, count, find_store, none_or, out, progress, stamp
+from kvtier.cli.common import (
+    AsJson,
+    Root,
+    age,
+    count,
+    find_store,
+    marked,
+    none_or,
+    out,
+    plain,
+    progress,
+    stamp,
+)
 from kvtier.errors import StoreError
 from kvtier.identity import diff, stored_identity
 from kvtier.index import Index
@@ -56,7 +69,7 @@ def inspect(
 
 
 def _show_store(found: StoreReport) -> None:
-    out.print(f"[bold]{found.path}[/]  store {found.store_id[:8]}", highlight=False)
+    out.print(marked("bold", found.path, f"  store {found.store_id[:8]}"))
     out.print(
         f"{format_size(found.disk)} on disk, {format_size(found.free)} free; "
         f"{count(found.health.segments)} segments, {count(found.health.live_writers)} running "
@@ -72,17 +85,19 @@ def _show_store(found: StoreReport) -> None:
         _show_namespace(namespace)
 
 
-def _health_lines(found: StoreReport) -> list[str]:
-    lines = []
+def _health_lines(found: StoreReport) -> list[str | Text]:
+    lines: list[str | Text] = []
     if found.uncommitted:
         lines.append(f"uncommitted: {format_size(found.uncommitted)} of payload no manifest names")
     for name, places in found.health.damaged.items():
-        lines.append(f"[yellow]damaged: {places} torn or broken frames skipped in {name}.kvm[/]")
+        text = f"damaged: {places} torn or broken frames skipped in {name}.kvm"
+        lines.append(marked("yellow", text))
     for name, why in found.health.unreadable.items():
-        lines.append(f"[red]unreadable: {name}.kvm: {why}[/]")
+        lines.append(marked("red", f"unreadable: {name}.kvm: {why}"))
     if found.foreign:
         shown = ", ".join(found.foreign[:3]) + (" ..." if len(found.foreign) > 3 else "")
-        lines.append(f"[yellow]foreign: {len(found.foreign)} files kvtier did not make: {shown}[/]")
+        text = f"foreign: {len(found.foreign)} files kvtier did not make: {shown}"
+        lines.append(marked("yellow", text))
     for status in found.processes:
         if status.uncommitted_tokens or status.uncommitted_bytes:
             lines.append(
@@ -92,13 +107,16 @@ def _health_lines(found: StoreReport) -> list[str]:
             )
         for side, why in (("reads", status.reads_stopped), ("writes", status.writes_stopped)):
             if why:
-                lines.append(f"[red]process {status.pid}: no {side} for now: {why}[/]")
-    return lines or ["[green]healthy[/]: no torn frames, no damage, nothing uncommitted"]
+                lines.append(marked("red", f"process {status.pid}: no {side} for now: {why}"))
+    well = marked("green", "healthy", ": no torn frames, no damage, nothing uncommitted")
+    return lines or [well]
 
 
 def _show_namespace(namespace: NamespaceReport) -> None:
     out.print()
-    out.print(f"[bold]namespace {namespace.id}[/]  {_headline(namespace)}", highlight=False)
+    out.print(
+        Text.assemble(marked("bold", f"namespace {namespace.id}", "  "), _headline(namespace))
+    )
     pools = sorted({column["pool"] for column in namespace.columns})
     shards = sorted({column["shard"] for column in namespace.columns if column["shard"]})
     out.print(
@@ -135,13 +153,13 @@ def _show_namespace(namespace: NamespaceReport) -> None:
         out.print(f"... and {len(namespace.sessions) - _SESSIONS} older sessions: see --json")
 
 
-def _headline(namespace: NamespaceReport) -> str:
+def _headline(namespace: NamespaceReport) -> Text:
     if namespace.identity is None:
-        return "[yellow](identity document missing or damaged)[/]"
+        return marked("yellow", "(identity document missing or damaged)")
     about, document = namespace.identity.about, namespace.identity.document
     model = about.get("model_path", "model unknown")
     dtype, tokens = document.get("kv_dtype", "dtype unknown"), namespace.page_tokens
-    return f"{model}  {dtype}" + (f", {tokens} tokens a page" if tokens else "")
+    return Text(plain(f"{model}  {dtype}" + (f", {tokens} tokens a page" if tokens else "")))
 
 
 def _show_session(found: StoreReport, wanted: str, *, as_json: bool) -> None:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
 from kvtier import place
-from kvtier.cli.common import out, progress
+from kvtier.cli.common import marked, out, progress
 from kvtier.errors import ConfigError, KvtierError
 
 if TYPE_CHECKING:
@@ -179,9 +178,7 @@ def _preflight(
         findings += all_reduce(command, here, os.environ)
     for finding in findings:
         colour = {"error": "red", "warning": "yellow"}.get(finding.level, "dim")
-        progress.print(
-            f"[{colour}]{finding.level}:[/] {escape(finding.text)}", highlight=False, soft_wrap=True
-        )
+        progress.print(marked(colour, f"{finding.level}:", f" {finding.text}"), soft_wrap=True)
     return all(finding.level != "error" for finding in findings)
 
 
@@ -256,13 +253,13 @@ def _explain(profile: Profile, command: Command) -> None:
         for setting in (s for s in command.settings if s.kind == kind):
             dashes, equals = ("--", " ") if kind == "sglang" else ("", "=")
             value = "" if setting.value is True else f"{equals}{setting.value}"
-            line = escape(f"{dashes}{setting.name}{value}")
-            out.print(f"\n[bold]{line}[/]", highlight=False, soft_wrap=True)
+            out.print()
+            out.print(marked("bold", f"{dashes}{setting.name}{value}"), soft_wrap=True)
             about = f"{setting.why} [{setting.source}]"
-            out.print(f"    {escape(about)}", highlight=False, soft_wrap=True)
+            out.print(f"    {about}", highlight=False, soft_wrap=True)
             if setting.measured:
-                measured = escape(f"Measured: {setting.measured}")
-                out.print(f"    {measured}", highlight=False, soft_wrap=True)
+                measured = f"    Measured: {setting.measured}"
+                out.print(measured, highlight=False, soft_wrap=True)
 
 
 def _write_unit(file: Path, name: str, wanted: Wanted, without: list[str]) -> None:
@@ -320,4 +317,4 @@ def _whole(path: Path) -> Path:
 
 
 def _warn(text: str) -> None:
-    progress.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
+    progress.print(marked("yellow", "warning:", f" {text}"), soft_wrap=True)

@@ -18,6 +18,7 @@ from kvtier.cli.common import (
     agree_on_loss,
     agree_on_unit,
     find_store,
+    marked,
     out,
     settings,
 )
@@ -179,6 +180,7 @@ def _show(layout: Layout, document: dict[str, object]) -> None:
     out.print(table, highlight=False)
     over = int(str(document["used_bytes"])) - int(str(document["cap_bytes"]))
     if over > 0:
-        out.print(f"[yellow]{format_size(over)} above what it may take:[/] see `kvtier gc`.")
+        above = f"{format_size(over)} above what it may take:"
+        out.print(marked("yellow", above, " see `kvtier gc`."))
     if any(document[f"{name}_from"] != FILE for name in _NAMES):
         out.print(f"Where {FILE} names nothing, each server's own settings count.")

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from kvtier.cli.common import AsJson, count, out, progress
+from kvtier.cli.common import AsJson, count, marked, out, progress
 from kvtier.cli.served import DEFAULT_URL, AdminKey, Key, Url
 from kvtier.integration.probes.client import Client
 from kvtier.integration.probes.selfcheck import Report, check, difference
@@ -79,28 +80,34 @@ def _show(report: Report) -> None:
     out.print(verdict(report), highlight=False)
 
 
-def verdict(report: Report) -> str:
+def verdict(report: Report) -> Text:
     """One sentence, marked up."""
     if report.undecided:
-        return (
-            "[yellow]Not decided:[/] what came from the store is not to the last bit what the "
+        return marked(
+            "yellow",
+            "Not decided:",
+            " what came from the store is not to the last bit what the "
             f"device's cache held, but each of this server's {report.copies} ranks computes the "
             "same pages for itself, and all got the first one's back, which may be rounded "
-            "otherwise: give a --tolerance. None helps where the first token is another (inf)."
+            "otherwise: give a --tolerance. None helps where the first token is another (inf).",
         )
     exactly = f"within {report.tolerance:g}" if report.tolerance else "to the last bit"
     if not report.same:
-        return (
-            f"[red]Different:[/] what came from the store is not {exactly} what the device's cache "
-            "held: detach the store, and keep it for a report."
+        return marked(
+            "red",
+            "Different:",
+            f" what came from the store is not {exactly} what the device's cache "
+            "held: detach the store, and keep it for a report.",
         )
     scored = sum(len(r.held.prompt_logprobs) + len(r.held.logprobs) for r in report.results)
     moved = f"moves them by {report.control:g}"
     if math.isinf(report.control):
         moved = "gives another first token"
-    return (
-        f"[green]The same:[/] {scored} log probabilities are those of the device's cache, "
-        f"{exactly}. Another beginning {moved}."
+    return marked(
+        "green",
+        "The same:",
+        f" {scored} log probabilities are those of the device's cache, "
+        f"{exactly}. Another beginning {moved}.",
     )
 
 

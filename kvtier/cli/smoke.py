@@ -7,9 +7,8 @@ import json
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from kvtier.cli.common import AsJson, out, progress
+from kvtier.cli.common import AsJson, marked, out, progress
 from kvtier.cli.served import DEFAULT_URL, Key, Url
 from kvtier.integration.probes.client import Client
 from kvtier.integration.probes.smoke import Check, checks
@@ -50,10 +49,14 @@ def smoke(
 
 def _show(check: Check) -> None:
     if check.ok:
-        text = f"[green]ok[/]     {check.name} ({check.seconds:.1f} s)"
+        text = marked("green", "ok", f"     {check.name} ({check.seconds:.1f} s)")
     else:
         got = " ".join(check.got.split())
         got = got if len(got) <= LONGEST_SHOWN else got[:LONGEST_SHOWN] + " ..."
-        text = f"[red]failed[/] {check.name} ({check.seconds:.1f} s): expected "
-        text += escape(f"{check.expected}, got {got or 'nothing'}")
+        text = marked(
+            "red",
+            "failed",
+            f" {check.name} ({check.seconds:.1f} s): expected {check.expected}, "
+            f"got {got or 'nothing'}",
+        )
     out.print(text, highlight=False, soft_wrap=True)

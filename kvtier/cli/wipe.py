@@ -18,8 +18,10 @@ from kvtier.cli.common import (
     count,
     find_session,
     find_store,
+    marked,
     none_or,
     out,
+    plain,
     progress,
     settings,
 )
@@ -73,7 +75,7 @@ def wipe(
         before = disk_usage(layout.path)
     pages, size = sum(len(v.pages) for v in victims), sum(v.bytes for v in victims)
     if not (dry_run or yes):
-        question = f"Forget {count(pages)} pages, {format_size(size)}, in {layout.path}?"
+        question = f"Forget {count(pages)} pages, {format_size(size)}, in {plain(layout.path)}?"
         try:
             agreed = typer.confirm(question, err=True)
         except typer.Abort:
@@ -109,9 +111,13 @@ def wipe(
     )
     if running and pages and not dry_run:
         out.print(
-            "[yellow]A server is running:[/] it does not offer again what it holds in memory, so "
-            "later turns of these sessions are not stored until it has forgotten them: send it "
-            "POST /flush_cache once it is idle."
+            marked(
+                "yellow",
+                "A server is running:",
+                " it does not offer again what it holds in memory, so later turns of these "
+                "sessions are not stored until it has forgotten them: send it POST /flush_cache "
+                "once it is idle.",
+            )
         )
 
 

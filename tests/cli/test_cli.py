@@ -15,6 +15,7 @@ from kvtier.deletion import BALLAST_BYTES
 from kvtier.identity import Identity
 from kvtier.limits import Space
 from kvtier.pages import Column, Link
+from kvtier.status import StatusFile
 
 SIZE = 20_000
 
@@ -114,6 +115,61 @@ def test_inspect_says_in_what_namespaces_differ(root: Path) -> None:
     assert json.loads(done.stdout) == [{"field": "kv_dtype", "a": "bfloat16", "b": "fp8_e4m3"}]
     done = kvtier("inspect", "--diff", a.id[:8], b.id[:8], root)
     assert "kv_dtype" in done.stdout and "fp8_e4m3" in done.stdout
+
+
+NASTY = {
+    "/models/[fp8]/x": "/models/[fp8]/x",
+    "/models/[/]": "/models/[/]",
+    "/models/[red]:heart:\\[bold]\\": "/models/[red]:heart:\\[bold]\\",
+    "/m/\x1b[31m\x1b]0;title\x07": r"/m/\x1b[31m\x1b]0;title\x07",
+    "/m/line\n\rline\u2028\x85": r"/m/line\n\rline\u2028\x85",
+    os.fsdecode(b"/m/\xff"): r"/m/\udcff",
+    "/m/\u202egnp.exe\u2066": r"/m/\u202egnp.exe\u2066",
+    "/m/모델-é": "/m/모델-é",
+}
+"""What a model's path may be, and how it is shown."""
+
+
+@pytest.mark.parametrize("given", list(NASTY))
+def test_text_from_outside_is_shown_as_it_is_and_does_nothing(tmp_path: Path, given: str) -> None:
+    shown = NASTY[given]
+    root = tmp_path / given.replace("/", "_")
+    document = {"kv_dtype": given, "page_tokens": 16}
+    nasty = Identity.of(document, {"model_path": given})  # type: ignore[arg-type]
+    with opened(root) as (store, _):
+        namespace = store.namespace(nasty)
+        chain = keys("chain", 3)
+        pool = given if given.isascii() else "kv"  # the engine's names of pools are ASCII
+        put(namespace, chain, contents(chain, 100), Column(pool, pool))
+        assert store.flush(60)
+        other = Identity.of({"kv_dtype": "x", "page_tokens": 16}, {})
+        put(store.namespace(other), chain, contents(chain, 100))
+        assert store.flush(60)
+        status = {"uncommitted_bytes": 0, "uncommitted_tokens": 0, "uncommitted_seconds": 0.0}
+        more = {"failures": 0, "reads_stopped": given, "writes_stopped": ""}
+        said = StatusFile(store.layout, "nasty")
+        said.write(**status, **more)
+        (store.root / f"foreign{given.replace('/', '_')}").write_bytes(b"x")
+        done = kvtier("inspect", root, COLUMNS="400")
+        said.close()
+    assert done.returncode == 0, done.stderr
+    assert f"{shown}  {shown}, 16 tokens a page" in done.stdout
+    assert f"pools {NASTY.get(pool, pool)}; shards {NASTY.get(pool, pool)}" in done.stdout
+    assert f"no reads for now: {shown}" in done.stdout
+    folder = shown.replace("/", "_")
+    assert f"files kvtier did not make: foreign{folder}" in done.stdout
+    assert done.stdout.startswith(f"{tmp_path}/{folder}/kvtier  store ")
+    done = kvtier("inspect", "--diff", nasty.id, other.id, root, COLUMNS="400")
+    assert done.returncode == 0 and shown in done.stdout
+    for words in (["limit"], ["fsck"], ["gc", "--dry-run"], ["wipe", "--all", "--yes"]):
+        done = kvtier(*words, root, COLUMNS="400")
+        assert done.returncode == 0, done.stderr
+        # The table's title is as wide as the table.
+        assert words != ["limit"] or f"{folder}/kvtier" in done.stdout.replace("\n", "")
+    done = kvtier("limit", tmp_path / "none" / given.replace("/", "_"))
+    assert done.returncode == 2 and f"none/{folder}" in done.stderr
+    assert done.stderr.count("\n") == 1
+    _no_traceback(done)
 
 
 def test_inspect_changes_nothing(root: Path) -> None:
