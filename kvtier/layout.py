@@ -226,8 +226,21 @@ def _create(path: Path) -> None:
 
 def _link_once(path: Path, text: str) -> None:
     """Create `path` with `text` unless another process was first."""
-    with _scratch(path, (text.encode(),)) as scratch, contextlib.suppress(FileExistsError):
-        os.link(scratch, path)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(path.parent / LOCK, flags, 0o600)
+    try:
+        _adopt(path.parent / LOCK, path.parent)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        with _scratch(path, (text.encode(),)) as scratch:
+            try:
+                os.link(scratch, path)
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without hard links: the lock keeps others out
+                if not path.exists():
+                    scratch.replace(path)
+    finally:
+        os.close(fd)
     sync_directory(path.parent)
 
 

@@ -32,6 +32,7 @@ from kvtier.pages import ROOT, Bools, Column, Link, PageBuffers, PoolPages
 from kvtier.place import find_store
 from kvtier.quota import Quota
 from kvtier.reader import Reader
+from kvtier.sizes import exact_size
 from kvtier.stager import Offer, Stager
 from kvtier.tails import grid_pages
 
@@ -47,7 +48,13 @@ class Store:
         self.layout = layout
         self.config = config
         self.index = Index(layout)
-        ring = Ring(config.staging_size)
+        try:
+            ring = Ring(config.staging_size)
+        except OSError as error:
+            raise UnreachableError(
+                f"staging_size is {exact_size(config.staging_size)}, and the system does not give "
+                f"this process so much memory ({error.strerror or error}): lower it."
+            ) from error
         self.reads, self.writes = Breaker("reads"), Breaker("writes")
         self.quota = Quota(layout, config.limits)
         self._collector = Collector(layout, self.quota, config)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
+import resource
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ import pytest
 from making import contents, files, get, keys, opened, put, settings, store_of
 
 from kvtier.backends.local import disk_usage
-from kvtier.errors import StoreError
+from kvtier.errors import StoreError, UnreachableError
 from kvtier.format import FORMAT_VERSION
 from kvtier.layout import Layout, segment_id, segment_name, segment_name_of
 from kvtier.pins import pin, pinned
@@ -332,3 +335,54 @@ def test_folders_of_strangers_may_be_nested_deeply(tmp_path: Path) -> None:
     while deepest != tmp_path:
         deepest.rmdir()
         deepest = deepest.parent
+
+
+def _without_hard_links(*_: object) -> None:
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+def test_a_file_system_without_hard_links_takes_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", _without_hard_links)
+    made = Layout.open(tmp_path / "kvtier", create=True)
+    before = (made.path / "kvtier.json").read_bytes()
+    assert Layout.open(made.path, create=True) == made
+    assert (made.path / "kvtier.json").read_bytes() == before
+    assert foreign_files(made) == [] and not list(made.path.glob(".*.tmp"))
+
+
+def test_two_that_make_a_store_without_hard_links_make_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second finds no superblock when it looks, and one when its turn comes."""
+    monkeypatch.setattr(os, "link", _without_hard_links)
+    first = json.dumps({"format": FORMAT_VERSION, "store": "ab" * 16})
+    lock = fcntl.flock
+
+    def late(fd: int, kind: int) -> None:
+        lock(fd, kind)
+        (tmp_path / "kvtier" / "kvtier.json").write_text(first)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    assert Layout.open(tmp_path / "kvtier", create=True).store_id == b"\xab" * 16
+
+
+def test_staging_that_memory_does_not_hold_is_named(tmp_path: Path) -> None:
+    """In a process of its own, which may have 4 GiB of addresses."""
+    config = settings(tmp_path, staging_size=64 << 30)
+
+    def opening(answers: multiprocessing.Queue[str]) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+        try:
+            Store.open(config)
+        except UnreachableError as error:
+            answers.put(str(error))
+
+    answers: multiprocessing.Queue[str] = FORK.Queue()
+    process = FORK.Process(target=opening, args=(answers,))
+    process.start()
+    said = answers.get(timeout=60)
+    process.join(60)
+    assert said.startswith("staging_size is 64GiB, and the system does not give")
+    assert said.endswith("(Cannot allocate memory): lower it.")
