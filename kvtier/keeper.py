@@ -171,4 +171,6 @@ class Keeper:
             failures=self._committer.failures,
             reads_stopped=self._reads.reason,
             writes_stopped=self._writes.reason,
+            cap_bytes=standing.cap,
+            cap_by=standing.limit,
         )

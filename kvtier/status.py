@@ -33,6 +33,10 @@ class Status:
     reads_stopped: str
     """Why no reads are tried now; empty if they are."""
     writes_stopped: str
+    cap_bytes: int | None = None
+    """What the store may take as this process knows its limits."""
+    cap_by: str = ""
+    """The limit that says so."""
 
 
 class StatusFile:
@@ -81,9 +85,8 @@ def statuses(layout: Layout) -> list[Status]:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
                     values = json.loads(file.read(_SIZE))
-                    found.append(
-                        Status(**{field.name: values[field.name] for field in fields(Status)})
-                    )
+                    known = (field.name for field in fields(Status) if field.name in values)
+                    found.append(Status(**{name: values[name] for name in known}))
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return found

@@ -118,7 +118,8 @@ def agree_on_loss(layout: Layout, limit: int) -> None:
             dry_run=True,
         )
     if lost.pinned or lost.lost * _SHARE_LOST > lost.stored:
-        pins = f", {count(lost.pinned)} pinned sessions among it" if lost.pinned else ""
+        many = "" if lost.pinned == 1 else "s"
+        pins = f", {count(lost.pinned)} pinned session{many} among it" if lost.pinned else ""
         agree(
             f"With a limit of {format_size(limit)}, {format_size(lost.lost)} of the "
             f"{format_size(lost.stored)} that is stored goes for good{pins}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 from rich.table import Table
@@ -37,6 +37,7 @@ from kvtier.limits import (
     write_limits,
 )
 from kvtier.sizes import format_size, parse_size
+from kvtier.status import statuses
 
 _NAMES = ("limit", "min_free", "daily_writes")
 
@@ -153,6 +154,11 @@ def _document(layout: Layout) -> dict[str, object]:
         "used_bytes": used,
         "file_system_bytes": space.size,
         "file_system_free_bytes": space.free,
+        "processes": [
+            {"pid": s.pid, "host": s.host, "cap_bytes": s.cap_bytes, "cap_by": s.cap_by}
+            for s in statuses(layout)
+            if s.cap_bytes is not None
+        ],
         "written_today_bytes": written_on(layout, int(time.time() // 86400)),
     }
 
@@ -177,6 +183,10 @@ def _show(layout: Layout, document: dict[str, object]) -> None:
     table = Table(title=str(layout.path), title_justify="left", show_header=False, box=None)
     for row in rows:
         table.add_row(*map(str, row))
+    for process in cast(list[dict[str, Any]], document["processes"]):
+        cap = format_size(int(process["cap_bytes"]))
+        by = f"is its cap, by {process['cap_by']}"
+        table.add_row(f"process {process['pid']}", cap, by)
     out.print(table, highlight=False)
     over = int(str(document["used_bytes"])) - int(str(document["cap_bytes"]))
     if over > 0:

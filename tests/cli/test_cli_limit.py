@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from making import contents, keys, opened, put
+from making import contents, keys, opened, put, until
 from test_cli import SIZE, _no_traceback, kvtier
 
 from kvtier.backends.local import disk_usage
@@ -20,6 +21,7 @@ from kvtier.deletion import BALLAST_BYTES
 from kvtier.layout import Layout
 from kvtier.limits import Amount, Limits
 from kvtier.quota import Quota
+from kvtier.status import statuses
 
 
 @pytest.fixture
@@ -91,6 +93,19 @@ def test_a_running_process_notices_and_its_writes_are_shown(store: Layout) -> No
     quota.spend(700_000)
     quota.close()
     assert shown(store)["written_today_bytes"] == 700_000
+
+
+def test_what_a_running_server_goes_by_is_shown(tmp_path: Path) -> None:
+    """It has a limit in its own settings, which nothing here knows of."""
+    with opened(tmp_path, limit=50 * 10**6) as (server, _):
+        until(lambda: any(s.cap_bytes for s in statuses(server.layout)), "it never said its cap")
+        found = shown(server.layout)
+        assert found["limit"] is None
+        said = {"cap_bytes": 50 * 10**6, "cap_by": "limit"}
+        assert found["processes"] == [{"pid": os.getpid(), "host": socket.gethostname(), **said}]
+        done = kvtier("limit", tmp_path)
+        assert re.search(rf"process {os.getpid()} +50\.0 MB +is its cap, by limit", done.stdout)
+    assert shown(Layout.open(tmp_path / "kvtier", create=False))["processes"] == []
 
 
 def test_a_store_above_its_limit(store: Layout) -> None:
@@ -200,7 +215,7 @@ def test_a_small_share_goes_unasked_unless_it_is_pinned(sessions: Layout) -> Non
         assert kvtier("pin", key, sessions.path).returncode == 0
     for words in (["limit", "--set", limit], ["gc", "--limit", limit]):
         done = kvtier(*words, sessions.path)
-        assert done.returncode == 2 and ", 1 pinned sessions among it." in done.stderr
+        assert done.returncode == 2 and ", 1 pinned session among it." in done.stderr
     for key in pin:
         assert kvtier("unpin", key, sessions.path).returncode == 0
     assert kvtier("limit", "--set", limit, sessions.path).returncode == 0
