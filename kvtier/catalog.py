@@ -134,7 +134,9 @@ class Catalog:
         self.columns: dict[bytes, dict[int, Column]] = {}
         """Namespace to column ids and what they stand for."""
         self.used: dict[tuple[bytes, bytes], int] = {}
-        """(namespace, page key) to the time in ns at which it was last restored or extended."""
+        """(namespace, page key) to the stamp at which it was last restored or extended."""
+        self.newest_ns = 0
+        """The greatest stamp seen."""
         self.segments: list[Segment] = []
         self._numbers: dict[bytes, int] = {}
         if snapshot:
@@ -261,6 +263,7 @@ class Catalog:
         does not belong in this file."""
         if frame.segment_id != segment.ident or frame.store_id != self._store_id:
             return False
+        self.newest_ns = max(self.newest_ns, frame.time_ns)
         try:
             if frame.type == FrameType.RUN:
                 self._add_run(segment, offset, decode_run(frame.body), data)
@@ -307,6 +310,7 @@ class Catalog:
     def note_use(self, namespace: bytes, key: bytes, time_ns: int) -> None:
         """A page was restored or extended."""
         place = (namespace, key)
+        self.newest_ns = max(self.newest_ns, time_ns)
         self.used[place] = max(time_ns, self.used.get(place, 0))
         if len(self.used) > 2 * _USES:
             self.used = dict(self._newest_uses())
@@ -488,6 +492,7 @@ class Catalog:
                 namespace.hex(): {str(ident): list(column) for ident, column in columns.items()}
                 for namespace, columns in self.columns.items()
             },
+            "newest_ns": self.newest_ns,
             "used": [
                 (namespace.hex(), key.hex(), time_ns)
                 for (namespace, key), time_ns in self._newest_uses()
@@ -519,6 +524,7 @@ class Catalog:
             self._family(bytes.fromhex(namespace), tuple(columns))
         for namespace, named in state["columns"].items():
             self.columns[bytes.fromhex(namespace)] = {int(i): Column(*c) for i, c in named.items()}
+        self.newest_ns = int(state["newest_ns"])
         for namespace, key, time_ns in state["used"]:
             self.used[bytes.fromhex(namespace), bytes.fromhex(key)] = time_ns
         for ident, offset, first, pages in state["graves"]:

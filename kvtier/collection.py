@@ -114,7 +114,7 @@ def collect(
     result.after = reclaim(layout, index)
     for _ in range(_ROUNDS):
         progress("choosing pages")
-        since = index.mark(), time.time_ns()
+        since = index.mark(), index.stamp()
         victims, found = _choose(layout, index, result.after - limit, tails_per_chain)
         result.leaves = result.leaves or _leaves(found)
         if not victims:

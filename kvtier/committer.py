@@ -369,7 +369,7 @@ class Committer:
         if not frames:
             return
         try:
-            writer.log(frames, time.time_ns())
+            writer.log(frames, self._index.stamp())
         except OSError as error:
             self._give_up(batch, trailing, error)
             return

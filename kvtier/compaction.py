@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -342,7 +341,7 @@ class Mover:
 
     def _log(self, stream: _Stream) -> None:
         copies, stream.copies = self._still_there(stream.copies), []
-        now = time.time_ns()
+        now = self._index.stamp()
         frames = [(body, now) for body in self._columns(stream.writer, copies)]
         for copy in copies:
             # Pages nobody has used since rank by when they were stored.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from kvtier.backends.local import durable_end
 from kvtier.catalog import Catalog, Located, Segment, StoredRun
+from kvtier.clock import Clock
 from kvtier.format import Grave, scan_frames
 from kvtier.layout import MANIFEST_SUFFIX, Layout
 from kvtier.memory import keep_resident
@@ -59,6 +60,7 @@ class Index:
         self._lock = threading.Lock()
         self._reading = threading.RLock()
         self._bell = _Doorbell(layout, readonly=readonly)
+        self._clock = Clock()
         self._load(Snapshot.load(layout.index / SNAPSHOT))
 
     # Questions
@@ -96,9 +98,13 @@ class Index:
         return list(self._catalog.columns)
 
     def uses(self, namespace: bytes) -> dict[bytes, int]:
-        """Page key to the time in ns at which it was last restored or extended."""
+        """Page key to the stamp at which it was last restored or extended."""
         used = list(self._catalog.used.items())
         return {key: time_ns for (owner, key), time_ns in used if owner == namespace}
+
+    def stamp(self) -> int:
+        """The time in ns for what is logged or used now, later than all that was read."""
+        return self._clock.now()
 
     def segments(self) -> list[Segment]:
         """The segments whose manifest is there."""
@@ -228,6 +234,7 @@ class Index:
         for done, segment in enumerate(waiting):
             self._read_tail(catalog, segment, alone)
             progress(done + 1, len(waiting))
+        self._clock.saw(catalog.newest_ns)
 
     def _list_segments(self, catalog: Catalog) -> None:
         directory = self._layout.segments

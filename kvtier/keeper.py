@@ -86,7 +86,7 @@ class Keeper:
 
     def note_use(self, namespace: bytes, key: bytes) -> None:
         """A chain was restored or extended up to this page."""
-        now = time.time_ns()
+        now = self._index.stamp()
         self._index.note_use(namespace, key, now)
         self._used.setdefault(namespace, {})[key] = now
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -57,7 +56,7 @@ def merge_manifests(layout: Layout, index: Index) -> int:
         # Alone, so that whoever commits or saves an index sees the old ones or the new one.
         with layout.lock():
             if bodies:
-                writer.log(bodies, time.time_ns())
+                writer.log(bodies, index.stamp())
             for segment in read:
                 # Held by a reader at this moment, or removed by somebody else.
                 with contextlib.suppress(BlockingIOError, FileNotFoundError):

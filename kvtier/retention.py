@@ -93,7 +93,7 @@ def superseded(c: Chains, grid: int, per_chain: int, *, anchors: Ints) -> Ints:
     keep = _windows(c, keep[:-2])
     trailing = np.array([stored.run.trailing for stored in c.runs], np.bool_)[c.part_run]
     # Parts of a boundary that other ranks or pools are about to complete are not superseded.
-    settled = _windows(c, c.restorable)[c.parts] | (c.part_time < time.time_ns() - SETTLE_NS)
+    settled = _windows(c, c.restorable)[c.parts] | (c.part_time < _now([c]) - SETTLE_NS)
     return np.flatnonzero(trailing & c.reachable[c.parts] & ~keep[c.parts] & settled)
 
 
@@ -121,7 +121,7 @@ def choose(found: Collection[Chains], need: int, held: Mapping[bytes, Ints]) -> 
     page = np.concatenate([np.arange(len(c)) for c in found])
     used = np.concatenate([c.used_ns for c in found])
     # Parts of a family that other ranks are about to commit are no reason to drop the rest.
-    young = used > time.time_ns() - SETTLE_NS
+    young = used > _now(found) - SETTLE_NS
     pinned = np.concatenate([c.above(held[c.namespace]) for c in found])
     worth = np.concatenate([c.useful for c in found]) | young
     depth = np.concatenate([c.depth for c in found])
@@ -141,6 +141,11 @@ def choose(found: Collection[Chains], need: int, held: Mapping[bytes, Ints]) -> 
             lost |= ~(c.useful_without(lost) | young[mine] | pinned[mine])
         chosen[c.namespace] = page[mine][lost]
     return chosen
+
+
+def _now(found: Collection[Chains]) -> int:
+    """The time by the stamps of these pages, which may be ahead of the system's clock."""
+    return max(time.time_ns(), *(int(c.used_ns.max(initial=0)) for c in found))
 
 
 def _by_path(c: Chains, pages: Ints) -> list[Ints]:
