@@ -71,6 +71,7 @@ class SegmentWriter:
         self.manifest_size = 0
         self._store_id = layout.store_id
         self._sequence = 0
+        layout.verify()
         payload, manifest = layout.payload(self.name), layout.manifest(self.name)
         hidden = manifest.with_name(f".{manifest.name}.tmp")
         self._files = (payload, manifest, hidden)

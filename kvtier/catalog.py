@@ -482,6 +482,7 @@ class Catalog:
         """
         applied = {segment.ident: segment.applied for segment in present}
         return {
+            "store": self._store_id.hex(),
             "segments": [(s.name, s.applied, s.live, s.damaged, s.payload_end) for s in present],
             "families": [
                 (namespace.hex(), columns)
@@ -515,6 +516,9 @@ class Catalog:
         }
 
     def _load_state(self, state: dict[str, Any]) -> None:
+        """ValueError, or another of a wrong document, if it is not of this store."""
+        if state["store"] != self._store_id.hex():
+            raise ValueError("a snapshot of another store")
         for name, applied, live, damaged, payload_end in state["segments"]:
             self.add_segment(name)
             segment = self.segments[-1]

@@ -128,7 +128,7 @@ class Collector:
         self._tail_bytes = 0
         # -P: the working directory may hold other modules of these names.
         words = [sys.executable or "python3", "-P", "-m", "kvtier.collector"]
-        words += [str(self._layout.path)]
+        words += [str(self._layout.path), "--store", self._layout.store_id.hex()]
         words += ["--limit", str(max(0, standing.cap - room))]
         words += ["--grace", str(self._config.grace)]
         words += ["--tails", str(self._config.tails_per_chain)]
@@ -205,6 +205,7 @@ def main() -> None:
     """Make one collection and print what it did as JSON, unless another is at work."""
     parser = argparse.ArgumentParser(prog="python -m kvtier.collector", description=main.__doc__)
     parser.add_argument("root", type=Path)
+    parser.add_argument("--store", required=True, help="the store's id: no other is touched")
     parser.add_argument("--limit", type=int, required=True, help="bytes on disk to come under")
     parser.add_argument("--grace", type=float, required=True, help="seconds left to readers")
     parser.add_argument("--tails", type=int, required=True, help="most tails kept per chain")
@@ -213,6 +214,8 @@ def main() -> None:
     words = parser.parse_args()
     os.nice(_NICENESS)
     layout = Layout.open(words.root, create=False)
+    if layout.store_id.hex() != words.store:
+        sys.exit(f"another store is at {words.root} now")
     with alone(layout, wait=False) as mine:
         if not mine:
             sys.exit(_BUSY)

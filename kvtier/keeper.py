@@ -121,8 +121,10 @@ class Keeper:
             self._wake.clear()
             with self._round_done:
                 self._begun += 1
+            there = self._still_there()
             try:
-                self._round()
+                if there:
+                    self._round()
             except OSError as error:
                 text = f"cannot read or save the index of {self._layout.path}: {error}"
                 self._complaints.add("index", text)
@@ -133,10 +135,22 @@ class Keeper:
             with self._round_done:
                 self._rounds = self._begun
                 self._round_done.notify_all()
-            self._tell()
+            if there:
+                self._tell()
             if time.monotonic() - logged > RECENCY_SECONDS:
                 logged = time.monotonic()
                 self.log_recency()
+
+    def _still_there(self) -> bool:
+        """Whether the path still names this store; while it does not, nothing is promised and
+        nothing taken: what was open before is nowhere that a restart would find it."""
+        try:
+            self._layout.verify()
+        except OSError as error:
+            for breaker in (self._reads, self._writes):
+                breaker.failed(f"{self._layout.path}: {error.strerror}", at_once=True)
+            return False
+        return True
 
     def _round(self) -> None:
         self._index.refresh()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -100,12 +101,24 @@ class Layout:
                 f"{error.strerror or error}; check that it exists and that this user owns it."
             ) from error
 
+    def verify(self) -> None:
+        """OSError (ESTALE) if the path names another store now, or none: a drive that was mounted
+        over it, or is gone. Nothing there may be written or deleted then."""
+        try:
+            same = _read_superblock(self.path) == self.store_id
+        except (OSError, StoreError):
+            same = False
+        if not same:
+            text = "another store, or none, is there now: restart once the right one is back"
+            raise OSError(errno.ESTALE, text)
+
     @contextlib.contextmanager
     def lock(self, *, shared: bool = False) -> Iterator[None]:
         """Hold the store's commit lock: writers share it, a deletion or a snapshot has it alone.
 
         It ends with the process that holds it, also after kill -9. Who wants it alone closes the
         gate before it waits, or writers that follow each other would keep it out for ever.
+        OSError if that fails, or if the path names another store now.
         """
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         gate = self._lock_file(GATE)
@@ -115,6 +128,7 @@ class Layout:
             try:
                 fcntl.flock(fd, kind)
                 fcntl.flock(gate, fcntl.LOCK_UN)
+                self.verify()
                 yield
             finally:
                 os.close(fd)

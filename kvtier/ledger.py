@@ -105,6 +105,7 @@ class Ledger:
         self._shut_out = False
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._layout.verify()  # the ledger of another store is not for this process
             self._fd = os.open(self._path, flags, 0o600)
             self._layout.adopt(self._path)
             status = os.fstat(self._fd)

@@ -198,6 +198,7 @@ def test_what_cannot_be_freed_refuses_new_pages_and_says_why(tmp_path: Path) -> 
 def test_only_one_collection_at_a_time(tmp_path: Path) -> None:
     with opened(tmp_path) as (store, _):
         words = [sys.executable, "-m", "kvtier.collector", str(store.root)]
+        words += ["--store", store.layout.store_id.hex()]
         words += ["--limit", "0", "--grace", "0", "--tails", "40"]
         words += [
             "--limits",

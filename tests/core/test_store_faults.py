@@ -34,6 +34,7 @@ from making import (
     saved_index,
     settings,
     store_of,
+    until,
 )
 
 from kvtier import reader, stager, telemetry
@@ -481,3 +482,39 @@ def test_a_full_file_system(tmp_path: Path, small_disk: list[str]) -> None:
     assert seen["after a restart"]
     assert seen["stored with room"] > seen["stored when full"]
     assert seen["read with room"] == seen["stored with room"]
+
+
+def test_another_store_under_the_same_path_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A drive with a store is mounted over one that was made while it was missing."""
+    with opened(tmp_path) as (_, namespace):
+        chain = keys("of the drive", 30)
+        assert put(namespace, chain, contents(chain, SIZE)).all()
+    drive, root_disk = tmp_path / "drive", tmp_path / "root disk"
+    store_of(tmp_path).rename(drive)
+    files = sorted(path for path in drive.rglob("*") if path.is_file())
+    before = {path.relative_to(drive): path.read_bytes() for path in files}
+    store = Store.open(settings(tmp_path))
+    namespace = store.namespace(identity())
+    _put_all(store, namespace, BEFORE)
+    store_of(tmp_path).rename(root_disk)
+    drive.rename(store_of(tmp_path))
+    until(lambda: store.reads.open and store.writes.open, "the swap is noticed")
+    assert not put(namespace, DURING, contents(DURING, SIZE)).any()
+    assert not namespace.contains(KV, BEFORE).any()
+    store._collector.start()
+    until(lambda: store._collector._process is None, "the collection ended")
+    store.close()
+    assert "another store, or none, is there now" in caplog.text
+    after = {name: (store_of(tmp_path) / name).read_bytes() for name in before}
+    assert after == before
+    with opened(tmp_path) as (_, namespace):
+        assert get(namespace, chain, SIZE) == contents(chain, SIZE)
+    # What a store saved is no index of another, even if it comes to lie there.
+    with opened(root_disk) as _:
+        pass
+    saved = (root_disk / "index" / "snapshot").read_bytes()
+    (store_of(tmp_path) / "index" / "snapshot").write_bytes(saved)
+    with opened(tmp_path) as (_, namespace):
+        assert get(namespace, chain, SIZE) == contents(chain, SIZE)
