@@ -205,6 +205,13 @@ class Index:
         with self._reading:
             self._load(None, progress)
 
+    def close(self) -> None:
+        """Know nothing any more and let go of the mapped files, or their file system would stay
+        busy. Lookups go on, and find nothing."""
+        with self._lock:
+            self._catalog = Catalog(self._layout.store_id)
+        self._bell.close()
+
     # Inside
 
     def _load(
@@ -319,6 +326,7 @@ class _Doorbell:
     def __init__(self, layout: Layout, *, readonly: bool) -> None:
         self._path = layout.index / DOORBELL
         self._view: memoryview | None = None
+        self._closed = False
         self._last = b""
         if readonly:
             return
@@ -349,10 +357,14 @@ class _Doorbell:
             finally:
                 os.close(fd)
 
+    def close(self) -> None:
+        self._view, self._closed = None, True
+
     def rung(self) -> bool:
-        if self._view is None:
-            return True
-        now = bytes(self._view)
+        view = self._view  # another thread may close it
+        if view is None:
+            return not self._closed
+        now = bytes(view)
         changed = now != self._last
         self._last = now
         return changed

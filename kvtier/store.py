@@ -167,6 +167,7 @@ class Store:
         saving = threading.Thread(target=self._save_index, name="kvtier-save", daemon=True)
         saving.start()
         saving.join(timeout)
+        self.index.close()
         self.quota.close()
 
     def canary(self) -> None:

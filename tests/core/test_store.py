@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import Counter
 from pathlib import Path
@@ -19,12 +20,14 @@ from making import (
     frozen_copy,
     get,
     get_each,
+    identity,
     key,
     keys,
     manifests,
     opened,
     put,
     saved_index,
+    settings,
     store_of,
 )
 
@@ -34,6 +37,7 @@ from kvtier.identity import Identity
 from kvtier.index import Index
 from kvtier.pages import ROOT, Column, Link, PoolPages
 from kvtier.space import reclaim
+from kvtier.store import Store
 
 SIZE = 5000
 
@@ -536,3 +540,26 @@ def test_an_idle_start_and_stop_costs_no_space(tmp_path: Path) -> None:
             pass
     after = disk_usage(store_of(tmp_path)), Counter(p.name for p in store_of(tmp_path).rglob("*"))
     assert after == before
+
+
+def test_a_closed_store_keeps_nothing_of_its_file_system_busy(tmp_path: Path) -> None:
+    """Detached in a server that goes on: a mount below could not be unmounted."""
+    chain = keys("detached", 20)
+    with opened(tmp_path) as (_, namespace):
+        put(namespace, chain, contents(chain, SIZE))
+    gc.collect()
+    gc.disable()
+    try:
+        store = Store.open(settings(tmp_path))
+        namespace = store.namespace(identity())
+        assert get(namespace, chain, SIZE) == contents(chain, SIZE)
+        assert str(tmp_path) in Path("/proc/self/maps").read_text()
+        store.close()
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+        held = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.exists()]
+        assert not [name for name in held if name.startswith(str(tmp_path))]
+        assert not namespace.contains(KV, chain).any()
+        assert get(namespace, chain, SIZE) == [None] * len(chain)
+        assert not put(namespace, chain, contents(chain, SIZE)).any()
+    finally:
+        gc.enable()
