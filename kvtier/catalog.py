@@ -35,7 +35,10 @@ from kvtier.pages import KEY_BYTES, U64, Bools, Column
 from kvtier.snapshot import Rows, Snapshot, compact
 from kvtier.table import MISSING, Table
 
-_RUN_CACHE = 1 << 12
+_CACHE = 1 << 16
+"""Pages of decoded runs that are kept, a run counted as `_RUN` more: about 7 MB."""
+
+_RUN = 16
 
 Copies = tuple[U64, U64, U64, U64]
 """Keys and the places that stand for them, keys and places of further copies."""
@@ -123,8 +126,12 @@ class Catalog:
         self._frames = snapshot.frames if snapshot else memoryview(b"")
         self._places: tuple[U64, Ints] | None = None
         self._late_runs: list[_LateRun] = []
+        self.late_bytes = 0
+        """Of frames of runs that came since the snapshot, deleted ones included."""
         self._late_places: dict[tuple[int, int], int] = {}
         self._cache: dict[int, tuple[int, Run]] = {}
+        self._cached = 0
+        """About: threads that go over runs count without the lock."""
         self._graves: dict[tuple[bytes, int], list[tuple[int, int]]] = {}
         self._wipes: dict[tuple[bytes, bytes], int] = {}
         self._doomed: dict[bytes, list[Grave]] = {}
@@ -386,9 +393,11 @@ class Catalog:
                 known = frame.time_ns, decode_run(frame.body)
             except FormatError:
                 return None
-            if len(self._cache) >= _RUN_CACHE:
+            if self._cached >= _CACHE:
                 self._cache.clear()
+                self._cached = 0
             self._cache[row] = known
+            self._cached += _RUN + len(known[1])
         return StoredRun(segment.name, manifest, known[0], known[1], positions)
 
     def _add_run(self, segment: Segment, offset: int, run: Run, data: bytes) -> None:
@@ -401,6 +410,7 @@ class Catalog:
         row = len(self._rows) + len(self._late_runs)
         number = self._numbers[segment.ident]
         self._late_runs.append(_LateRun(number, offset, data))
+        self.late_bytes += len(data)
         self._late_places[number, offset] = row
         self._doomed_places = None  # its doom may have been read before it
         self._entries.add(page_prints(run.keys) ^ np.uint64(salt), row)

@@ -32,6 +32,10 @@ LATE_PAGES = 1 << 16
 """Entries kept in a dict (about 130 bytes each) before a new snapshot is worth its write; and runs
 kept as frames, of which most may be gone again."""
 
+LATE_BYTES = 32 << 20
+"""Bytes of such frames before a new snapshot is worth its write: what is stored bounds memory, and
+not what went through."""
+
 _SETTLED_NS = 2_000_000_000
 """A directory's time stamp older than this cannot hide a later change in the same tick."""
 
@@ -170,7 +174,9 @@ class Index:
 
     def stale(self) -> bool:
         """So much came since the snapshot that a new one is worth its write."""
-        return max(self._catalog.late_pages, self._catalog.late_runs) > LATE_PAGES
+        catalog = self._catalog
+        late = max(catalog.late_pages, catalog.late_runs)
+        return late > LATE_PAGES or catalog.late_bytes > LATE_BYTES
 
     def snapshot_bytes(self) -> int:
         """About what a snapshot of all this takes on disk, rather more."""

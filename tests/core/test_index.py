@@ -295,6 +295,29 @@ def test_snapshots_are_taken_while_a_store_is_used(
     assert copies(saved_index(store)) == copies(fresh_index(store))
 
 
+def test_a_snapshot_is_due_by_the_bytes_that_went_through(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of many pages that are deleted again: few entries, and their frames are still held."""
+    monkeypatch.setattr(kvtier.index, "LATE_BYTES", 32 << 10)
+    index = Index(Layout.open(store, create=False))
+    held, saves = [], 0
+    for number in range(24):
+        more = keys(number, 100)
+        with opened(store) as (other, namespace):
+            put(namespace, more, contents(more, 16))
+            assert other.flush(60)
+            index.refresh()
+            assert index._catalog.late_pages + index._catalog.late_runs < kvtier.index.LATE_PAGES
+            held.append(index._catalog.late_bytes)
+            if index.stale():
+                index.save()
+                assert index._catalog.late_bytes == 0
+                saves += 1
+    assert saves > 1
+    assert max(held) < (32 << 10) + 2 * min(size for size in held if size)
+
+
 def test_a_commit_can_read_while_a_snapshot_waits_for_it(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
