@@ -350,7 +350,7 @@ def test_calls_after_close_answer_no(tmp_path: Path) -> None:
     store.close()
     assert not put(namespace, chain[2:], contents(chain[2:], SIZE)).any()
     assert get(namespace, chain, SIZE) == [None] * 4
-    assert namespace.contains(KV, chain).tolist() == [True, True, False, False]
+    assert not namespace.contains(KV, chain).any(), "what it would not give"
     assert store.flush(60)
 
 
