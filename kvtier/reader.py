@@ -347,12 +347,13 @@ class Reader:
     def _missed(self, task: _Task, extent: _Extent, error: OSError) -> None:
         """A read failed: forget its pages here, or the engine would ask for them for ever. They
         are known again after the next start, or when a drive that failed for long works again.
-        Errors that pass forget nothing: the breaker opens if they stay."""
+        Errors that pass forget nothing and say nothing of the drive."""
         self._give_up(task, [extent], "failed")
-        for span in extent.spans if error.errno not in PASSING else ():
+        passing = error.errno in PASSING
+        for span in () if passing else extent.spans:
             for grave in span.graves(np.ones(len(span.wanted), np.bool_)):
                 self._index.discard(grave)
-        if not isinstance(error, FileNotFoundError):
+        if not passing and not isinstance(error, FileNotFoundError):
             self._breaker.failed(error.strerror or str(error))
         self._complaints.add("read", f"cannot read {extent.segment} ({error}): counted as a miss")
 

@@ -309,6 +309,7 @@ class Namespace:
         stored, its later pages are False, and nothing is written for them.
         """
         if self._store.closed:
+            telemetry.GET_PAGES.labels("stopped").inc(sum(len(r.keys) for r in requests))
             return [np.zeros(len(request.keys), np.bool_) for request in requests]
         answers, damaged = self._reader.get(self._key, requests)
         if damaged:
