@@ -3,6 +3,7 @@ space back, log what was used, say how it is. One thread."""
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 import time
@@ -121,8 +122,9 @@ class Keeper:
             self._wake.clear()
             with self._round_done:
                 self._begun += 1
-            there = self._still_there()
+            there = True
             try:
+                there = self._still_there()
                 if there:
                     self._round()
             except OSError as error:
@@ -147,6 +149,8 @@ class Keeper:
         try:
             self._layout.verify()
         except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
             for breaker in (self._reads, self._writes):
                 breaker.failed(f"{self._layout.path}: {error.strerror}", at_once=True)
             return False

@@ -103,10 +103,11 @@ class Layout:
 
     def verify(self) -> None:
         """OSError (ESTALE) if the path names another store now, or none: a drive that was mounted
-        over it, or is gone. Nothing there may be written or deleted then."""
+        over it, or is gone. Nothing there may be written or deleted then. Another OSError if that
+        cannot be told, as without a free descriptor."""
         try:
             same = _read_superblock(self.path) == self.store_id
-        except (OSError, StoreError):
+        except (StoreError, NotADirectoryError):
             same = False
         if not same:
             text = "another store, or none, is there now: restart once the right one is back"

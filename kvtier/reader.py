@@ -259,7 +259,8 @@ class Reader:
             if time.monotonic() >= task.deadline:
                 patience /= _LATE_SHARE
             left = task.progress + patience - time.monotonic()
-            wait([future], min(max(left, 0.0), _LOOK_SECONDS))
+            if not future.done():  # a cancelled one would be waited for
+                wait([future], min(max(left, 0.0), _LOOK_SECONDS))
             if future.done():
                 return future.result()
             if left <= 0:

@@ -154,7 +154,7 @@ class Stager:
                     return "no_room"
             try:
                 staged = self._staged(offer, slice(start, end), data)
-            except BaseException as error:
+            except BaseException as error:  # whatever it is, the slice would be lost for good
                 if data is not None:
                     self._ring.take_back(data)
                 if not isinstance(error, OSError | MemoryError):

@@ -145,7 +145,7 @@ def expert_split(
     model, own = profile.model, profile.get("patches", "expert_split")
     passed = profile.get("environment", "KVTIER_EXPERT_SPLIT")
     text = given or str(passed.value if passed else own.value if own else "")
-    if model is None or not text:
+    if model is None or not model.experts or not text:
         return None
     split = parse_split(text) or derive_split(cards, model.experts, model.expert_bytes / GIB)
     if len(split) != model.ranks or sum(split) != model.experts:

@@ -11,6 +11,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -37,7 +38,7 @@ from making import (
     until,
 )
 
-from kvtier import reader, stager, telemetry
+from kvtier import layout, reader, stager, telemetry
 from kvtier.collector import Collector
 from kvtier.errors import StoreError
 from kvtier.memory import Arena, BufferPool
@@ -483,6 +484,27 @@ def test_a_full_file_system(tmp_path: Path, small_disk: list[str]) -> None:
     assert seen["after a restart"]
     assert seen["stored with room"] > seen["stored when full"]
     assert seen["read with room"] == seen["stored with room"]
+
+
+def test_a_superblock_that_cannot_be_read_for_a_moment_is_no_other_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = threading.Event()
+
+    def refuse(path: Path) -> bytes:
+        tried.set()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with opened(tmp_path) as (store, namespace):
+        _put_all(store, namespace, BEFORE)
+        with monkeypatch.context() as patch:
+            patch.setattr(layout, "_read_superblock", refuse)
+            assert tried.wait(120)  # the keeper looks every second
+            store._keeper.catch_up(120)
+            assert not (store.reads.open or store.writes.open)
+            assert get(namespace, BEFORE, SIZE) == contents(BEFORE, SIZE)
+        _put_all(store, namespace, AFTER)
+        _honest(namespace, complete=(BEFORE, AFTER))
 
 
 def test_another_store_under_the_same_path_is_left_alone(
